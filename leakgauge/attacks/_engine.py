@@ -1,0 +1,279 @@
+"""The derivative of any gradient distance with respect to the candidates.
+
+An attack looks for x with D(g'(x), g) small, where g'(x) = ∇_w L(x, w) is what a client holding x
+would have sent. With v = ∂D/∂g' held fixed,
+
+    dD/dx = ∇_x ⟨v, ∇_w L(x, w)⟩.
+
+Three ways to compute it for one step of SGD:
+
+- `exact`: double backward with v as the outer gradient. The reference.
+- `fast`: (∇_x L(x, w + εv) − ∇_x L(x, w)) / ε with ε = c‖w‖/‖v‖. The second term falls out of the
+  backward pass that gives g', so a step costs one and a half ordinary backward passes. ReLUs and
+  max-pools keep the choices of the first pass (see _gate.py), else the difference is useless.
+- `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: dearer, more accurate.
+
+`auto` compares itself with `exact` at the first step and now and then, and takes the cheapest rung of
+a ladder of modes and strides that agrees; when none does it is `exact`, and says so in a note.
+
+Several local steps are unrolled exactly: forward keeps the state of each step, backward recomputes
+one step at a time, so memory grows by one copy of the state a step, not by one graph a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leakgauge.attacks._gate import Gate
+from leakgauge.attacks._objectives import Distance, dot
+from leakgauge.errors import InputError
+from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
+from leakgauge.types import LocalTraining, Observation
+
+Mode: TypeAlias = Literal["auto", "fast", "central", "exact"]
+
+TOLERANCE = 4e-3  # relative error of the derivative above which `auto` goes down its ladder
+RECHECK = 250  # derivatives between two self-checks
+
+# c in ε = c‖w‖/‖v‖, from cheap to dear. Rounding wants a long stride, curvature a short one, and
+# batch norm in train mode is much more curved than in eval mode.
+LADDER: dict[torch.dtype, tuple[tuple[Literal["fast", "central"], float], ...]] = {
+    torch.float32: (
+        ("fast", 2e-5),
+        ("fast", 1e-5),
+        ("fast", 5e-6),
+        ("central", 3e-4),
+        ("central", 1e-4),
+        ("central", 3e-5),
+    ),
+    torch.float64: (("fast", 1e-8), ("central", 1e-6)),
+}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """D at the candidates and its derivative by their inputs and label probabilities."""
+
+    value: float
+    inputs: Tensor
+    labels: Tensor | None
+
+
+class Engine:
+    """Replays the observed client's training on candidates, and differentiates the replay."""
+
+    def __init__(
+        self,
+        seen: Observation,
+        training: LocalTraining,
+        records: int,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        mode: Mode = "auto",
+    ):
+        self.training = training
+        self.device, self.dtype = torch.device(device), dtype
+        self._model = ready(seen.model, training).to(self.device, dtype)
+        self._model.requires_grad_(False)
+        named = {n: p.detach() for n, p in self._model.named_parameters() if n in seen.update}
+        self._names, self._weights = list(named), list(named.values())
+        self._size = float(dot(self._weights, self._weights).sqrt())
+        self._buffers = dict(self._model.named_buffers())
+        self._steps = minibatches(records, training)
+        # What is observed, in units of a gradient, whatever the number of steps.
+        unit = 1 / (training.lr * len(self._steps))
+        self.target = [seen.update[n].to(self.device, dtype) * unit for n in self._names]
+        self._unit = unit
+        self._gate = Gate()
+        self._single = len(self._steps) == 1 and training.optimiser == "sgd"
+        self._auto = mode == "auto" and self._single
+        if mode == "auto":
+            mode = "fast" if self._single else "exact"
+        if mode != "exact" and not self._single:
+            raise InputError(
+                f"derivative mode {mode!r} is for one step of SGD; this client takes "
+                f"{len(self._steps)} steps of {training.optimiser}: use 'exact' or 'auto'"
+            )
+        self.mode: Mode = mode
+        self._stride = next((c for m, c in LADDER.get(dtype, ()) if m == mode), 0.0)
+        if mode != "exact" and not self._stride:
+            raise InputError(f"derivative mode {mode!r} needs float32 or float64, got {dtype}")
+        self.notes: list[str] = []
+        self._calls = 0
+
+    def gradient(self, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+        """The update a client with these records would send, in units of a gradient."""
+        if self._single:
+            weights = self._leaves()
+            objective = self._loss(weights, inputs, labels)
+            return self._decayed(torch.autograd.grad(objective, weights))
+        state = self._unroll(inputs, labels)[-1]
+        return [u * self._unit for u in state.moved]
+
+    def slope(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+        """D and its derivative at the candidates. Labels are classes (N,) or probabilities (N, C);
+        only the latter have a derivative."""
+        if not self._single:
+            return self._unrolled(inputs, labels, distance)
+        if self._auto and self.mode != "exact" and self._calls % RECHECK == 0:
+            self._check(inputs, labels, distance)
+        self._calls += 1
+        if self.mode == "exact":
+            return self._exact(inputs, labels, distance)
+        return self._difference(inputs, labels, distance, *self._rung())
+
+    def _check(self, inputs: Tensor, labels: Tensor, distance: Distance) -> None:
+        """Stay on the present rung if it agrees with `exact`, else take the first that does."""
+        exact = self._exact(inputs, labels, distance)
+        errors = []
+        for mode, stride in (self._rung(), *LADDER[self.dtype]):
+            guess = self._difference(inputs, labels, distance, mode, stride)
+            errors.append(relative_error(guess.inputs, exact.inputs))
+            if errors[-1] <= TOLERANCE:
+                self.mode, self._stride = mode, stride
+                return
+        self.mode = "exact"
+        self.notes.append(
+            f"the finite-difference derivative was off by {min(errors):.1e} at best (iteration "
+            f"{self._calls}): the exact one is used from there on"
+        )
+
+    def _rung(self) -> tuple[Literal["fast", "central"], float]:
+        return ("central" if self.mode == "central" else "fast"), self._stride
+
+    def _leaves(self) -> list[Tensor]:
+        return [w.detach().requires_grad_() for w in self._weights]
+
+    def _loss(
+        self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, step: int = 0
+    ) -> Tensor:
+        values = dict(zip(self._names, weights, strict=True)) | self._buffers
+        return loss(self._model, values, inputs, labels, self.training, step)
+
+    def _decayed(self, gradient: Sequence[Tensor]) -> list[Tensor]:
+        if not self.training.weight_decay:
+            return list(gradient)
+        return torch._foreach_add(list(gradient), self._weights, alpha=self.training.weight_decay)
+
+    def _exact(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+        free = _free(inputs, labels)
+        weights = self._leaves()
+        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
+            objective = self._loss(weights, *_filled(free, labels))
+            gradient = torch.autograd.grad(objective, weights, create_graph=True)
+            guess = self._decayed([g.detach().clone() for g in gradient])
+            value, v = distance(guess, self.target)
+            return _slope(value, torch.autograd.grad(gradient, free, v))
+
+    def _difference(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        distance: Distance,
+        mode: Literal["fast", "central"],
+        stride: float,
+    ) -> Slope:
+        free = _free(inputs, labels)
+        weights = self._leaves()
+        with self._gate.record():
+            objective = self._loss(weights, *_filled(free, labels))
+        # ∇_x at w is the subtrahend of the one-sided difference; central does not need it.
+        wanted = [*weights, *free] if mode == "fast" else weights
+        gradient = torch.autograd.grad(objective, wanted)
+        del objective
+        guess, here = list(gradient[: len(weights)]), gradient[len(weights) :]
+        del gradient
+        value, v = distance(self._decayed(guess), self.target)
+        del guess
+        stride *= self._size / max(float(dot(v, v).sqrt()), 1e-30)
+        if mode == "central":
+            here = self._at([torch.add(w, d, alpha=-stride)
+                             for w, d in zip(self._weights, v, strict=True)], free, labels)  # fmt: skip
+            span = 2 * stride
+        else:
+            span = stride
+        torch._foreach_mul_(v, stride)
+        torch._foreach_add_(v, self._weights)
+        there = self._at(v, free, labels)
+        return _slope(value, [(b - a) / span for a, b in zip(here, there, strict=True)])
+
+    def _at(
+        self, weights: Sequence[Tensor], free: Sequence[Tensor], labels: Tensor
+    ) -> tuple[Tensor, ...]:
+        """∇ of the loss by the free tensors at other weights, with the gates as recorded."""
+        with self._gate.replay():
+            objective = self._loss(weights, *_filled(free, labels))
+        return torch.autograd.grad(objective, free)
+
+    def _unroll(self, inputs: Tensor, labels: Tensor) -> list[State]:
+        """The states before each local step and after the last."""
+        states = [start(self._weights, self.training)]
+        for t in range(len(self._steps)):
+            with torch.no_grad():
+                frozen = states[-1]
+            states.append(_detached(self._step(frozen, t, inputs, labels)))
+        return states
+
+    def _step(self, state: State, t: int, inputs: Tensor, labels: Tensor) -> State:
+        """Local step t, as a differentiable function of the state and the candidates."""
+        create = any(tensor.requires_grad for tensor in (*state.tensors(), inputs, labels))
+        weights = state.weights if create else [w.detach().requires_grad_() for w in state.weights]
+        chosen = self._steps[t].to(inputs.device)
+        objective = self._loss(weights, inputs[chosen], labels[chosen], t)
+        gradient = torch.autograd.grad(objective, weights, create_graph=create)
+        return advance(state, gradient, self.training)
+
+    def _unrolled(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+        states = self._unroll(inputs, labels)
+        guess = [u * self._unit for u in states[-1].moved]
+        value, v = distance(guess, self.target)
+        free = _free(inputs, labels)
+        # Adjoint of the final state: only the accumulated update enters D.
+        zeros = [torch.zeros_like(t) for t in states[-1].tensors()]
+        n = len(self._weights)
+        adjoint = zeros[:n] + [d * self._unit for d in v] + zeros[2 * n :]
+        total = [torch.zeros_like(f) for f in free]
+        for t in reversed(range(len(self._steps))):
+            leaves = [s.detach().requires_grad_() for s in states[t].tensors()]
+            with sdpa_kernel(SDPBackend.MATH):
+                after = self._step(states[t].with_tensors(leaves), t, *_filled(free, labels))
+                pulled = torch.autograd.grad(
+                    after.tensors(), [*leaves, *free], adjoint, materialize_grads=True
+                )
+            adjoint = list(pulled[: len(leaves)])
+            total = [a + b for a, b in zip(total, pulled[len(leaves) :], strict=True)]
+            del states[t + 1]
+        return _slope(value, total)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """‖got − expected‖ / ‖expected‖, in double precision."""
+    got, expected = got.double(), expected.double()
+    return float((got - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def _free(inputs: Tensor, labels: Tensor) -> list[Tensor]:
+    """Fresh leaves for what is differentiated: the inputs, and labels if they are probabilities."""
+    free = [inputs.detach().requires_grad_()]
+    if labels.is_floating_point():
+        free.append(labels.detach().requires_grad_())
+    return free
+
+
+def _filled(free: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+    return free[0], free[1] if len(free) > 1 else labels
+
+
+def _slope(value: Tensor, pulled: Sequence[Tensor]) -> Slope:
+    return Slope(float(value), pulled[0].detach(), pulled[1].detach() if len(pulled) > 1 else None)
+
+
+def _detached(state: State) -> State:
+    return state.with_tensors([t.detach() for t in state.tensors()])

@@ -1,0 +1,58 @@
+"""Distances between gradients, with their slope.
+
+A distance takes the guessed and the observed gradient, tensor by tensor, and returns its value and
+v = ∂D/∂g'. It may overwrite `guess` to hold v, which spares a copy of the whole model. Sums run per
+tensor and are added in double precision: a flat float32 sum over 11 M elements is off by 1e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Distance(Protocol):
+    def __call__(
+        self, guess: list[Tensor], target: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+
+def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """Inner product over all tensors, a double-precision scalar."""
+    parts = [torch.dot(a.reshape(-1), b.reshape(-1)) for a, b in zip(left, right, strict=True)]
+    return torch.stack(parts).double().sum()
+
+
+def squared(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = Σ‖g' − g‖²,  v = 2(g' − g)."""
+    torch._foreach_sub_(guess, list(target))
+    value = dot(guess, guess)
+    torch._foreach_mul_(guess, 2.0)
+    return value, guess
+
+
+def cosine(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = 1 − ⟨g', g⟩ / (‖g'‖‖g‖),  v = (cos·g'/‖g'‖ − g/‖g‖) / ‖g'‖."""
+    ours = dot(guess, guess).sqrt().clamp_min(1e-30)
+    theirs = dot(target, target).sqrt().clamp_min(1e-30)
+    cos = dot(guess, target) / (ours * theirs)
+    torch._foreach_mul_(guess, float(cos / ours**2))
+    torch._foreach_add_(guess, list(target), alpha=-float(1 / (ours * theirs)))
+    return 1 - cos, guess
+
+
+def by_autograd(
+    function: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+) -> Distance:
+    """Any differentiable distance; its slope comes from autograd instead of a formula."""
+
+    def distance(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        leaves = [g.detach().requires_grad_() for g in guess]
+        with torch.enable_grad():
+            value = function(leaves, target)
+        return value.detach().double(), list(torch.autograd.grad(value, leaves))
+
+    return distance

@@ -1,0 +1,80 @@
+"""Analytic recovery from a linear layer — L. T. Phong, Y. Aono, T. Hayashi, L. Wang, S. Moriai:
+"Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", IEEE TIFS 2018,
+https://eprint.iacr.org/2017/715 (§3); for any position in a network: Geiping et al., 2020, Prop. 3.1
+
+For z = Wx + b the rows of the gradient are ∂L/∂W_i = Σ_n δ_in·x_n and ∂L/∂b_i = Σ_n δ_in, so with
+one record
+
+    x = (∂L/∂W_i) / (∂L/∂b_i)    for every i with ∂L/∂b_i ≠ 0,
+
+exactly, after any number of local steps. With several records, a row that only one of them reached
+(a ReLU that only one switched on) still gives that record; such rows agree with each other, mixtures
+do not, so rows are grouped and the largest groups come first.
+
+Needs: nothing but the model and the update (and the number of records, if known, as a cap).
+The residual is the share of ∂L/∂W that the found records do not explain: 0 when all were found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from leakgauge.attacks._layers import first_linear
+from leakgauge.errors import NotApplicable
+from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+
+@dataclass(frozen=True)
+class Analytic:
+    tolerance: float = 1e-3  # relative distance below which two rows show the same record
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        assert seen.training is not None and seen.records is not None
+        layer = first_linear(seen.model, seen.shape)
+        weight = seen.update[layer.weight].double()
+        bias = seen.update[layer.bias or ""].double()
+        rows = bias.abs() > 1e-6 * bias.abs().max()
+        if not rows.any():
+            raise NotApplicable(
+                f"the update of {layer.bias!r} is zero everywhere: no unit of the first layer "
+                "passed on a gradient"
+            )
+        ratios = weight[rows] / bias[rows, None]  # (rows, pixels)
+        order = bias[rows].abs().argsort(descending=True)
+        found = grouped(ratios[order], self.tolerance)[: seen.records]
+        images = found.view(-1, *seen.shape)
+        mean, std = (
+            torch.tensor(v, dtype=images.dtype).view(1, -1, 1, 1)
+            for v in (seen.training.mean, seen.training.std)
+        )
+        return Reconstruction(
+            inputs=(images * std + mean).clamp(0, 1).float(),
+            labels=None,
+            residual=unexplained(weight, found),
+            facts={"rows": int(rows.sum())},
+        )
+
+
+def grouped(rows: Tensor, tolerance: float) -> Tensor:
+    """One row for each group of agreeing rows, largest group first, first-come within a tie."""
+    left = rows
+    groups: list[tuple[int, Tensor]] = []
+    while len(left):
+        close = (left - left[0]).norm(dim=1) <= tolerance * left[0].norm()
+        groups.append((int(close.sum()), left[0]))
+        left = left[~close]
+    groups.sort(key=lambda group: -group[0])
+    return torch.stack([row for _, row in groups])
+
+
+def unexplained(gradient: Tensor, found: Tensor) -> float:
+    """Share of the gradient's norm outside the span of the found rows."""
+    fit = torch.linalg.lstsq(found.T, gradient.T).solution  # (records, units)
+    return float((gradient.T - found.T @ fit).norm() / gradient.norm())

@@ -1,0 +1,57 @@
+"""DLG — L. Zhu, Z. Liu, S. Han: "Deep Leakage from Gradients", NeurIPS 2019,
+https://arxiv.org/abs/1906.08935
+
+    min_{x, y}  ‖g'(x, y) − g‖²                                                             (Eq. 4)
+
+over images and labels together, the labels as softmax of free logits. L-BFGS with learning rate 1.
+
+Needs: the local training and the number of records. It infers no labels beforehand.
+Differs from the paper: float64 (in float32 L-BFGS stalls on the sigmoid LeNet), strong Wolfe line
+search, an iteration is one evaluation of the objective, and the best iterate is returned. Use
+`optimiser="adam"` for deep networks, where L-BFGS rarely moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._matching import OPTIMISERS, match
+from leakgauge.attacks._objectives import squared
+from leakgauge.attacks._spaces import Start
+from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+
+@dataclass(frozen=True)
+class DLG:
+    iterations: int = 300
+    lr: float = 1.0
+    restarts: int = 1
+    optimiser: Literal["lbfgs", "adam"] = "lbfgs"
+    start: Start = "normal"
+    derivative: Mode = "auto"
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset({"training", "records"})
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        return match(
+            seen,
+            squared,  # Eq. 4
+            labels=None,
+            optimiser=OPTIMISERS[self.optimiser](lr=self.lr),
+            iterations=self.iterations,
+            restarts=self.restarts,
+            start=self.start,
+            box="none",
+            derivative=self.derivative,
+            dtype=torch.float64,
+            rng=rng,
+            resources=resources,
+        )

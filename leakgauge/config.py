@@ -1,0 +1,103 @@
+"""TOML table → frozen dataclass: strict, typed, with "did you mean".
+
+The dataclass *is* the schema: its fields are the keys, its annotations the types, its defaults the
+defaults. Nothing is ignored and nothing is guessed; every message names the key by its full path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from leakgauge.errors import PlanError
+
+T = TypeVar("T")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' or the list of what is known."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, 1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else "; it takes none"
+
+
+def choose(table: Mapping[str, T], name: str, what: str) -> T:
+    """`table[name]`, or a PlanError that suggests the known name."""
+    if name not in table:
+        raise PlanError(f"unknown {what} {name!r}{did_you_mean(name, table)}")
+    return table[name]
+
+
+def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
+    """An instance of the dataclass `cls` from a table; `where` is its path for messages."""
+    if not isinstance(table, Mapping):
+        raise PlanError(f"{where}: expected a table, got {table!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    for key in table:
+        if key not in fields:
+            raise PlanError(f"{where}: unknown key {key!r}{did_you_mean(key, fields)}")
+    values = {k: convert(v, hints[k], f"{where}.{k}") for k, v in table.items()}
+    for name, f in fields.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise PlanError(f"{where}: key {name!r} is missing")
+    try:
+        return cls(**values)
+    except ValueError as error:  # a dataclass rejects a value in its __post_init__
+        raise PlanError(f"{where}: {error}") from error
+
+
+def convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the annotated type; no silent change of kind except int → float, list → tuple."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is typing.Literal:
+        if value not in args:
+            hint_text = did_you_mean(str(value), map(str, args))
+            raise PlanError(f"{where}: {value!r} is not a choice{hint_text}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, args, where)
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast("type[Any]", hint), value, where)
+    if origin in (tuple, frozenset):
+        if not isinstance(value, list | tuple | set | frozenset):
+            raise PlanError(f"{where}: expected a list, got {value!r}")
+        item = args[0] if origin is frozenset or args[1:] == (Ellipsis,) else None
+        hints = [item] * len(value) if item is not None else list(args)
+        if len(hints) != len(value):
+            raise PlanError(f"{where}: expected {len(hints)} values, got {len(value)}")
+        pairs = enumerate(zip(value, hints, strict=True))
+        return origin(convert(v, h, f"{where}[{i}]") for i, (v, h) in pairs)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise PlanError(f"{where}: expected a table, got {value!r}")
+        return {k: convert(v, args[1], f"{where}.{k}") for k, v in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        kind = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise PlanError(f"{where}: expected {kind.get(hint, hint.__name__)}, got {value!r}")
+    return value
+
+
+def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    problems = []
+    for arg in args:
+        if arg is type(None):
+            continue
+        try:
+            return convert(value, arg, where)
+        except PlanError as error:
+            problems.append(str(error))
+    raise PlanError(" or ".join(dict.fromkeys(problems)))

@@ -1,0 +1,293 @@
+"""Downloads public data sets, on request only.
+
+Each file comes from its public home and must have the size and the SHA-256 sum written here;
+`source` names a mirror, never other sums. (CIFAR: the sums that Keras and torchvision check; MNIST
+and Fashion-MNIST: those of TensorFlow Datasets.)
+
+Work happens in a hidden folder beside the target: files are downloaded there, checked, unpacked
+there, and the finished folder is moved into place in one step. A fetch that was killed therefore
+leaves nothing that a loader would find; the next one goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from leakgauge.data._options import as_path, suggest
+from leakgauge.errors import DataError, PlanError
+
+TIMEOUT = 30.0  # seconds without a byte
+CHUNK = 1 << 18
+
+Progress = Callable[[int, int | None], None]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as its home serves it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Remote:
+    """`files` at `home`, kept in `folder`; of an archive, the `members` that are unpacked there."""
+
+    home: str
+    folder: str
+    files: tuple[File, ...]
+    members: tuple[str, ...] = ()
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """The names in the finished folder."""
+        return self.members or tuple(file.name for file in self.files)
+
+
+REMOTES: dict[str, Remote] = {
+    "cifar10": Remote(
+        "https://www.cs.toronto.edu/~kriz/",
+        "cifar-10-batches-py",
+        (
+            File(
+                "cifar-10-python.tar.gz",
+                170498071,
+                "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+            ),
+        ),
+        (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch", "batches.meta"),
+    ),
+    "cifar100": Remote(
+        "https://www.cs.toronto.edu/~kriz/",
+        "cifar-100-python",
+        (
+            File(
+                "cifar-100-python.tar.gz",
+                169001437,
+                "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+            ),
+        ),
+        ("train", "test", "meta"),
+    ),
+    "mnist": Remote(
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        "MNIST/raw",
+        (
+            File(
+                "train-images-idx3-ubyte.gz",
+                9912422,
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                28881,
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                1648877,
+                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                4542,
+                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            ),
+        ),
+    ),
+    "fashion-mnist": Remote(
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "FashionMNIST/raw",
+        (
+            File(
+                "train-images-idx3-ubyte.gz",
+                26421880,
+                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                29515,
+                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                4422102,
+                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                5148,
+                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            ),
+        ),
+    ),
+}
+
+
+def fetch(
+    name: str,
+    into: str | os.PathLike[str],
+    *,
+    source: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Download the set `name` into the data folder `into`; returns the folder with its files.
+
+    `source` is the address of a mirror that holds the same files; `progress` is called with the
+    bytes done and the bytes in all. A set that is already there is left alone.
+    """
+    if name not in REMOTES:
+        raise PlanError(f"cannot fetch {name!r}{suggest(name, REMOTES)}")
+    remote = REMOTES[name]
+    home = remote.home if source is None else source.rstrip("/") + "/"
+    if not home.startswith(("http://", "https://")):
+        raise PlanError(f"source must be an http or https address, got {source!r}.")
+    root = as_path("into", into)
+    target = root / remote.folder
+    if target.exists():
+        return _already_there(name, remote, target)
+
+    staging = root / f".fetch-{name}"
+    ready = staging / "ready"
+    try:
+        shutil.rmtree(ready, ignore_errors=True)  # half filled, if an earlier fetch was killed
+        ready.mkdir(parents=True)
+        files = _obtain(remote, home, root, staging, progress or (lambda done, total: None))
+        if remote.members:
+            _unpack(files[0], remote, ready)
+        else:
+            for file in files:
+                os.replace(file, ready / file.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(ready, target)
+        shutil.rmtree(staging, ignore_errors=True)
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"{name}: could not be fetched from {home} into {root}: {error}.\n"
+            + by_hand(name, root)
+        ) from error
+    return target
+
+
+def by_hand(name: str, root: Path) -> str:
+    """What to place where when there is no network."""
+    remote = REMOTES[name]
+    if remote.members:
+        (file,) = remote.files
+        return (
+            f"By hand: place {remote.home}{file.name} (sha256 {file.sha256}) in {root} and run "
+            f"`leakgauge data fetch {name}`, which then only unpacks it to {root / remote.folder}."
+        )
+    files = "".join(f"\n  {remote.home}{f.name} (sha256 {f.sha256})" for f in remote.files)
+    return f"By hand: place these files in {root / remote.folder}:{files}"
+
+
+def _already_there(name: str, remote: Remote, target: Path) -> Path:
+    def present(file: str) -> bool:
+        return any((target / f).is_file() for f in (file, file.removesuffix(".gz")))
+
+    missing = [file for file in remote.contents if not present(file)]
+    if missing:
+        raise DataError(
+            f"{name}: {target} exists but lacks {', '.join(missing)}; nothing was changed. "
+            "Add them, or move the folder away and fetch again."
+        )
+    return target
+
+
+def _obtain(remote: Remote, home: str, root: Path, staging: Path, progress: Progress) -> list[Path]:
+    """Every file of the set on disk and checked: placed by hand, or downloaded to `staging`."""
+    total, before, paths = sum(file.size for file in remote.files), 0, []
+    for file in remote.files:
+        path = root / file.name
+        # Only archives: idx files of two sets have the same names.
+        if not (remote.members and path.is_file()):
+            path = staging / file.name
+            for done in _download(home + file.name, file, path):
+                progress(before + done, total)
+        _check(path, file, keep=path.parent != staging)
+        before += file.size
+        paths.append(path)
+    return paths
+
+
+def _download(url: str, file: File, path: Path) -> Iterator[int]:
+    """Download to `path`, from where an earlier try stopped; yields the bytes on disk."""
+    have = path.stat().st_size if path.exists() else 0
+    if have >= file.size:
+        return
+    request = urllib.request.Request(url, headers={"User-Agent": "leakgauge"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            path.unlink()  # what is here is no beginning of what is there: start anew next time
+        raise
+    with response:
+        resumed = response.status == http.client.PARTIAL_CONTENT
+        have = have if resumed else 0
+        with path.open("ab" if resumed else "wb") as out:
+            # One byte too many is enough to know that it is another file.
+            while have <= file.size and (chunk := response.read(min(CHUNK, file.size + 1 - have))):
+                out.write(chunk)
+                have += len(chunk)
+                yield have
+    if have < file.size:
+        raise DataError(
+            f"{url}: expected {file.size} bytes, got {have}; the connection ended early. "
+            "Run the same command again, it goes on from there."
+        )
+
+
+def _check(path: Path, file: File, keep: bool) -> None:
+    """The file must be the one that was meant; a wrong download is removed."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() == file.sha256:
+        return
+    if not keep:
+        path.unlink()
+    raise DataError(
+        f"{path}: expected sha256 {file.sha256}, got {digest.hexdigest()}: this is not the public "
+        f"file. {'Remove it and' if keep else 'It was removed;'} try again, or name another source."
+    )
+
+
+def _unpack(archive: Path, remote: Remote, ready: Path) -> None:
+    """Write the expected members, under names of our own; no path in the archive is ever used."""
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            inside = {member.name: member for member in tar.getmembers()}
+            for name, member in inside.items():
+                outside = name.startswith("/") or ".." in PurePosixPath(name).parts
+                if outside or not (member.isreg() or member.isdir()):
+                    raise DataError(
+                        f"{archive}: refused, as its member {name!r} is a link or leaves its "
+                        "folder; nothing was unpacked. Get the file from its public home."
+                    )
+            for name in remote.members:
+                stream = tar.extractfile(f"{remote.folder}/{name}")
+                if stream is None:
+                    raise KeyError(f"{name} is not a file")
+                with stream, (ready / name).open("wb") as out:
+                    shutil.copyfileobj(stream, out)
+    except (tarfile.TarError, EOFError, KeyError, OSError, zlib.error) as error:
+        raise DataError(
+            f"{archive}: cannot be unpacked ({error}); remove it, try again."
+        ) from error

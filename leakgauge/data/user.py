@@ -1,0 +1,61 @@
+"""Data from the user's own code: `module:callable`.
+
+The callable takes the plan's options and returns a `Dataset`, or a pair (inputs, labels) with
+inputs (N, C, H, W), uint8 or floats in [0, 1]. It is the user's code and it runs as such: name only
+modules you trust.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from leakgauge.data._dataset import make_dataset
+from leakgauge.data._options import suggest
+from leakgauge.errors import DataError, PlanError
+from leakgauge.types import Dataset
+
+
+def is_spec(name: str) -> bool:
+    """Does it read `module:callable`?"""
+    return re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", name) is not None
+
+
+def find_callable(spec: str) -> Callable[..., Any]:
+    """The object that `module:callable` names."""
+    module_name, name = spec.split(":")
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise PlanError(
+            f"data {spec!r}: cannot import {module_name} ({error}); install it, or run from the "
+            "folder that holds it."
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        kind = "nothing" if found is None else f"a {type(found).__name__}"
+        raise PlanError(
+            f"data {spec!r}: expected a callable {name} in {module_name}, got {kind}"
+            + suggest(name, functions)
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def as_dataset(spec: str, result: object) -> Dataset:
+    """What the callable returned, checked as every other set."""
+    if isinstance(result, Dataset):
+        return make_dataset(result.name, result.inputs, result.labels, result.classes)
+    if isinstance(result, tuple | list) and len(result) == 2:
+        inputs, labels = result
+        if isinstance(inputs, Tensor | np.ndarray) and isinstance(labels, Tensor | np.ndarray):
+            return make_dataset(spec, inputs, labels)
+    raise DataError(
+        f"data {spec!r}: expected a leakgauge Dataset or a pair (inputs, labels) of tensors or "
+        f"arrays, got {type(result).__name__}."
+    )

@@ -1,0 +1,14 @@
+"""What a client does to the update before it leaves: one file a method."""
+
+from leakgauge.defences.clip import Clip
+from leakgauge.defences.clip_and_noise import ClipAndNoise
+from leakgauge.defences.prune import Prune
+from leakgauge.types import Defence
+
+DEFENCES: dict[str, type[Defence]] = {
+    "clip": Clip,
+    "clip-and-noise": ClipAndNoise,
+    "prune": Prune,
+}
+
+__all__ = ["DEFENCES", "Clip", "ClipAndNoise", "Prune"]

@@ -1,0 +1,42 @@
+"""Norm clipping: bound the length of what leaves the client.
+
+    u ← u · min(1, C / ‖u‖)
+
+flat (one norm for the whole update) or per layer (one for each tensor). Clipping alone keeps the
+direction, which is what cosine-matching attacks use: it is the first half of differential privacy,
+not a defence by itself.
+
+`norm` is in units of the update: for one step of SGD, learning rate × gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from leakgauge.tensors import norm as length
+from leakgauge.tensors import scale
+from leakgauge.types import Named
+
+
+@dataclass(frozen=True)
+class Clip:
+    norm: float = 1.0
+    scope: Literal["whole", "layer"] = "whole"
+
+    def __post_init__(self) -> None:
+        if self.norm <= 0:
+            raise ValueError(f"norm must be positive, got {self.norm}")
+
+    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+        if self.scope == "whole":
+            return clipped(update, self.norm)
+        parts = [clipped({name: value}, self.norm) for name, value in update.items()]
+        return {name: value for part in parts for name, value in part.items()}
+
+
+def clipped(update: Named, norm: float) -> Named:
+    """The update, shortened to `norm` if it is longer."""
+    return scale(update, min(1.0, norm / max(length(update), 1e-30)))

@@ -1,0 +1,39 @@
+"""Magnitude pruning: send only the largest entries (Y. Lin et al., "Deep Gradient Compression",
+ICLR 2018; as a defence in L. Zhu et al., DLG, 2019, §5).
+
+The smallest `share` of the entries by magnitude becomes zero, in each tensor or over the whole
+update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leakgauge.types import Named
+
+
+@dataclass(frozen=True)
+class Prune:
+    share: float = 0.9
+    scope: Literal["layer", "whole"] = "layer"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"share must lie in [0, 1), got {self.share}")
+
+    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+        if self.scope == "layer":
+            return {n: v * largest(v.flatten(), self.share).view_as(v) for n, v in update.items()}
+        keep = largest(torch.cat([v.flatten() for v in update.values()]), self.share)
+        parts = keep.split([v.numel() for v in update.values()])
+        return {n: v * k.view_as(v) for (n, v), k in zip(update.items(), parts, strict=True)}
+
+
+def largest(values: Tensor, share: float) -> Tensor:
+    """Mask of all but the smallest `share` of the entries by magnitude; exact under ties."""
+    dropped = values.abs().argsort(stable=True)[: round(share * len(values))]
+    return torch.ones_like(values, dtype=torch.bool).index_fill_(0, dropped, False)

@@ -1,0 +1,6 @@
+"""The federation under audit."""
+
+from leakgauge.fl.partition import PARTITIONS
+from leakgauge.fl.simulate import Scenario, simulate
+
+__all__ = ["PARTITIONS", "Scenario", "simulate"]

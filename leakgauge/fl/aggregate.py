@@ -1,0 +1,30 @@
+"""What the server does with the updates of a round.
+
+FedAvg (McMahan et al., 2017): the mean of the updates weighted by the clients' record counts.
+Behind secure aggregation that mean is all the server learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from leakgauge.errors import InputError
+from leakgauge.tensors import weighted_mean
+from leakgauge.types import Named
+
+Weighting: TypeAlias = Literal["records", "equal"]
+
+
+def weights(sizes: Sequence[int], weighting: Weighting) -> tuple[float, ...]:
+    """Aggregation weights that sum to one."""
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"every client of a round needs at least one record, got sizes {sizes}")
+    counts = list(sizes) if weighting == "records" else [1] * len(sizes)
+    return tuple(count / sum(counts) for count in counts)
+
+
+def step(before: Named, updates: Sequence[Named], shares: Sequence[float], lr: float) -> Named:
+    """The global parameters after the round: before − lr · weighted mean of the updates."""
+    mean = weighted_mean(updates, shares)
+    return {name: value - lr * mean[name] for name, value in before.items()}

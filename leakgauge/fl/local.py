@@ -1,0 +1,212 @@
+"""Local training, written once: the client runs it, the attacker replays it.
+
+Everything is a pure function of tensors, so that the same step can be run for real, simulated, and
+differentiated. One step of SGD with momentum μ and weight decay λ, as in torch.optim:
+
+    d = ∇L + λw,   m ← μm + d,   w ← w − lr·m
+
+and of Adam (Kingma & Ba, 2015) with L2 weight decay, also as in torch.optim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from leakgauge.errors import InputError
+from leakgauge.tensors import parameters, subtract
+from leakgauge.types import (
+    Batch,
+    BatchDefence,
+    Defence,
+    GradientDefence,
+    LocalTraining,
+    Named,
+    UpdateDefence,
+)
+
+
+def ready(model: nn.Module, training: LocalTraining) -> nn.Module:
+    """A copy of the model in the modes of the training: batch norm and dropout as it says."""
+    model = copy.deepcopy(model)
+    model.train(training.dropout == "replayed")
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.train(training.batch_norm == "train")
+    return model
+
+
+def loss(
+    model: nn.Module,
+    values: Mapping[str, Tensor],
+    inputs: Tensor,
+    labels: Tensor,
+    training: LocalTraining,
+    step: int = 0,
+) -> Tensor:
+    """Mean cross-entropy of a `ready` model with parameters (and buffers) `values`.
+
+    `labels` are classes (N,) or probabilities (N, C).
+    """
+    mean, std = (inputs.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
+    with _dropout(training, step, inputs.device):
+        logits = torch.func.functional_call(model, dict(values), ((inputs - mean) / std,))
+    return F.cross_entropy(logits, labels)
+
+
+def _dropout(
+    training: LocalTraining, step: int, device: torch.device
+) -> AbstractContextManager[object]:
+    """Inside, the masks of `step` are drawn; outside, the global generator is as before."""
+    if training.dropout == "off":
+        return nullcontext()
+    return _Replay(training.dropout_seed + step, device)
+
+
+class _Replay:
+    def __init__(self, seed: int, device: torch.device):
+        self._seed = seed
+        devices = [device] if device.type == "cuda" else []
+        self._fork = torch.random.fork_rng(devices=devices)
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.manual_seed(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        self._fork.__exit__(None, None, None)
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters, the optimiser's memory, and the update accumulated so far (before − after).
+
+    The update is summed step by step: it keeps digits that the difference of two float32 weights
+    has lost.
+    """
+
+    weights: tuple[Tensor, ...]
+    moved: tuple[Tensor, ...]
+    slots: tuple[tuple[Tensor, ...], ...] = ()
+    steps: int = 0
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.weights, *self.moved, *(t for slot in self.slots for t in slot))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> State:
+        n = len(self.weights)
+        parts = [tuple(tensors[i : i + n]) for i in range(0, len(tensors), n)]
+        return State(parts[0], parts[1], tuple(parts[2:]), self.steps)
+
+
+def start(weights: Sequence[Tensor], training: LocalTraining) -> State:
+    zeros = tuple(torch.zeros_like(w) for w in weights)
+    slots = {"sgd": 1 if training.momentum else 0, "adam": 2}[training.optimiser]
+    return State(tuple(weights), zeros, (zeros,) * slots)
+
+
+def advance(state: State, gradient: Sequence[Tensor], training: LocalTraining) -> State:
+    """One optimiser step; differentiable in the state and the gradient."""
+    d = list(gradient)
+    if training.weight_decay:
+        d = [torch.add(g, w, alpha=training.weight_decay)
+             for g, w in zip(d, state.weights, strict=True)]  # fmt: skip
+    count = state.steps + 1
+    slots = state.slots
+    if training.optimiser == "adam":
+        moves, slots = _adam(d, slots, count, training.lr)
+    else:
+        if slots:
+            d = [m * training.momentum + g for m, g in zip(slots[0], d, strict=True)]
+            slots = (tuple(d),)
+        moves = [g * training.lr for g in d]
+    weights = tuple(w - m for w, m in zip(state.weights, moves, strict=True))
+    moved = tuple(u + m for u, m in zip(state.moved, moves, strict=True))
+    return State(weights, moved, slots, count)
+
+
+def _adam(
+    gradient: Sequence[Tensor], slots: tuple[tuple[Tensor, ...], ...], count: int, lr: float
+) -> tuple[list[Tensor], tuple[tuple[Tensor, ...], ...]]:
+    """Moves lr·m̂/(√v̂ + ε) with β = (0.9, 0.999), ε = 1e-8."""
+    first = tuple(m.lerp(g, 0.1) for m, g in zip(slots[0], gradient, strict=True))
+    second = tuple(0.999 * v + 0.001 * g * g for v, g in zip(slots[1], gradient, strict=True))
+    moves = []
+    for m, v in zip(first, second, strict=True):
+        # √ has no derivative at zero: where v is zero, so is m, and the move stays zero.
+        root = torch.where(v > 0, v, torch.ones_like(v)).sqrt() * (v > 0)
+        denominator = root / (1 - 0.999**count) ** 0.5 + 1e-8
+        moves.append(m / denominator * (lr / (1 - 0.9**count)))
+    return moves, (first, second)
+
+
+def minibatches(
+    records: int, training: LocalTraining, rng: torch.Generator | None = None
+) -> list[Tensor]:
+    """The indices of every local step, in order. Without `rng` the order is fixed."""
+    if training.batch_size > records:
+        raise InputError(
+            f"batch_size is {training.batch_size} but the client trains on {records} records: "
+            "lower batch_size or raise records"
+        )
+    per_epoch = -(-records // training.batch_size)
+    total = training.steps if training.epochs is None else training.epochs * per_epoch
+    steps: list[Tensor] = []
+    while len(steps) < total:
+        if training.order == "shuffled" and rng is not None:
+            order = torch.randperm(records, generator=rng)
+        else:
+            order = torch.arange(records)
+        steps.extend(order.split(training.batch_size))
+    return steps[:total]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training leaves behind: the update that is sent, and the model's buffers."""
+
+    update: Named
+    buffers: Named
+
+
+def train(
+    model: nn.Module,
+    batch: Batch,
+    training: LocalTraining,
+    rng: torch.Generator,
+    defence: Defence | None = None,
+) -> Trained:
+    """Run local training on a client's records; the model itself is left untouched."""
+    if isinstance(defence, BatchDefence):
+        batch = defence.on_batch(batch, rng)
+    before = parameters(model)
+    model = ready(model, training)
+    names = list(before)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    state = start(list(before.values()), training)
+    for step, chosen in enumerate(minibatches(len(batch), training, rng)):
+        weights = [w.detach().requires_grad_() for w in state.weights]
+        values = dict(zip(names, weights, strict=True)) | buffers
+        objective = loss(
+            model, values, batch.inputs[chosen], batch.labels[chosen], training, step
+        )
+        gradient: Sequence[Tensor] = torch.autograd.grad(objective, weights)
+        if isinstance(defence, GradientDefence):
+            shielded = defence.on_gradient(dict(zip(names, gradient, strict=True)), rng)
+            gradient = [shielded[name] for name in names]
+        with torch.no_grad():
+            state = advance(state, gradient, training)
+    if training.sends == "weights":
+        update = subtract(before, dict(zip(names, state.weights, strict=True)))
+    else:
+        update = dict(zip(names, state.moved, strict=True))
+    if isinstance(defence, UpdateDefence):
+        update = defence.on_update(update, rng)
+    return Trained({n: u.detach() for n, u in update.items()}, buffers)

@@ -1,0 +1,119 @@
+"""Rounds of a federation: the part of the audit that plays the user's own system."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from leakgauge.errors import InputError
+from leakgauge.fl import aggregate
+from leakgauge.fl.local import minibatches, train
+from leakgauge.fl.partition import Iid, Partition
+from leakgauge.tensors import check_like, parameters, weighted_mean
+from leakgauge.types import Batch, Dataset, Defence, LocalTraining, Round
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A federation under audit.
+
+    `make_model(rng)` returns the global model of round 0. Each round, `participants` of the
+    `clients` train on `records` of their own records (default: one batch). `rounds` honest rounds
+    come before the one that is attacked.
+    """
+
+    make_model: Callable[[torch.Generator], nn.Module]
+    data: Dataset
+    training: LocalTraining = LocalTraining()
+    clients: int = 1
+    participants: int | None = None
+    records: int | None = None
+    rounds: int = 0
+    server_lr: float = 1.0
+    weighting: aggregate.Weighting = "records"
+    partition: Partition = field(default_factory=Iid)
+    defence: Defence | None = None
+
+
+def simulate(
+    scenario: Scenario,
+    rng: torch.Generator,
+    progress: Callable[[int, int], None] | None = None,
+) -> Round:
+    """Play the federation up to the attacked round and return that round, truths included."""
+    records = _records(scenario)
+    model = scenario.make_model(rng)
+    shards = scenario.partition.split(scenario.data, scenario.clients, rng)
+    for k, shard in enumerate(shards):
+        if len(shard) < records:
+            raise InputError(
+                f"client {k} holds {len(shard)} records of {scenario.data.name} but a round takes "
+                f"{records}: use fewer clients, a smaller batch or another partition"
+            )
+    for index in range(scenario.rounds):
+        played, buffers = _play(scenario, model, shards, records, index, rng)
+        model.load_state_dict(played.after | buffers, strict=False)
+        if progress:
+            progress(index + 1, scenario.rounds)
+    return _play(scenario, model, shards, records, scenario.rounds, rng)[0]
+
+
+def _records(scenario: Scenario) -> int:
+    """Records a client trains on in a round, with every size checked before anything runs."""
+    training, total = scenario.training, len(scenario.data)
+    records = scenario.records or training.batch_size
+    if records > total:
+        raise InputError(
+            f"a client would train on {records} records (batch_size {training.batch_size}) but "
+            f"{scenario.data.name} has only {total}: lower batch_size or use more data"
+        )
+    minibatches(records, training)
+    if not 1 <= (scenario.participants or scenario.clients) <= scenario.clients:
+        raise InputError(
+            f"participants is {scenario.participants}; expected 1 to {scenario.clients} (clients)"
+        )
+    return records
+
+
+def _play(
+    scenario: Scenario,
+    model: nn.Module,
+    shards: list[Tensor],
+    records: int,
+    index: int,
+    rng: torch.Generator,
+) -> tuple[Round, dict[str, Tensor]]:
+    """One round, and the buffers (batch-norm statistics) of the next global model."""
+    data = scenario.data
+    chosen = torch.randperm(len(shards), generator=rng)[: scenario.participants or len(shards)]
+    truths = []
+    for k in chosen.sort().values.tolist():
+        picked = shards[k][torch.randperm(len(shards[k]), generator=rng)[:records]]
+        truths.append(Batch(data.inputs[picked], data.labels[picked]))
+    trained = [train(model, truth, scenario.training, rng, scenario.defence) for truth in truths]
+    for k, one in enumerate(trained):
+        check_like(one.update, parameters(model).items(), f"round {index}, client {k}: its update")
+    sizes = tuple(len(truth) for truth in truths)
+    shares = aggregate.weights(sizes, scenario.weighting)
+    updates = tuple(one.update for one in trained)
+    after = aggregate.step(parameters(model), updates, shares, scenario.server_lr)
+    means = weighted_mean(
+        [{n: b for n, b in one.buffers.items() if b.is_floating_point()} for one in trained], shares
+    )
+    _, channels, height, width = data.inputs.shape
+    return Round(
+        model=copy.deepcopy(model),
+        truths=tuple(truths),
+        updates=updates,
+        weights=shares,
+        after=after,
+        training=scenario.training,
+        sizes=sizes,
+        shape=(channels, height, width),
+        classes=len(data.classes),
+        index=index,
+    ), means

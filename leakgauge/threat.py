@@ -1,0 +1,100 @@
+"""The wall between what is private and what an attacker holds.
+
+`observe` is the only way from a Round to an Observation. Possession, not flags: what the threat
+model does not grant is not in the observation. Everything handed over is a detached copy, so no
+autograd graph, no gradient slot and no shared storage leads back to the truth.
+
+| actor     | sees                                                     |
+|-----------|----------------------------------------------------------|
+| server    | the global model and one client's own update             |
+| aggregate | the global model and the weighted mean of all updates    |
+| client    | two consecutive global models, and its own records       |
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from leakgauge.errors import PlanError, Withheld
+from leakgauge.tensors import check_like, subtract, weighted_mean
+from leakgauge.types import Attack, Batch, Knowledge, Observation, Realism, Round, ThreatModel
+
+KNOWLEDGE: dict[Knowledge, str] = {
+    "training": "learning rate, steps, batch size and modes of the local training",
+    "records": "the number of records behind the update",
+    "labels": "the true labels",
+    "own": "the attacking client's own records",
+}
+
+
+def observe(round_: Round, threat: ThreatModel) -> Observation:
+    """What the attacker of this threat model holds after this round."""
+    if not 0 <= threat.client < len(round_.updates):
+        raise PlanError(
+            f"threat.client is {threat.client}, but {len(round_.updates)} clients took part"
+        )
+    before = {n: p.detach() for n, p in round_.model.named_parameters() if p.requires_grad}
+    if threat.actor == "server":
+        update = round_.updates[threat.client]
+    elif threat.actor == "aggregate":
+        update = weighted_mean(round_.updates, round_.weights)
+    else:
+        update = subtract(before, round_.after)
+    check_like(update, before.items(), "the observed update")
+    model = copy.deepcopy(round_.model)
+    model.zero_grad(set_to_none=True)
+    own = round_.truths[threat.client] if threat.actor == "client" else None
+    records = sum(round_.sizes[k] for k in _seen(round_, threat))
+    return Observation(
+        model=model,
+        update={name: value.detach().clone() for name, value in update.items()},
+        shape=round_.shape,
+        classes=round_.classes,
+        training=round_.training if "training" in threat.grants else None,
+        records=records if "records" in threat.grants else None,
+        labels=covered(round_, threat).labels.clone() if "labels" in threat.grants else None,
+        own=Batch(own.inputs.clone(), own.labels.clone()) if own else None,
+    )
+
+
+def covered(round_: Round, threat: ThreatModel) -> Batch:
+    """The records behind the observed update: what a reconstruction is judged against."""
+    truths = [round_.truths[k] for k in _seen(round_, threat)]
+    return Batch(
+        torch.cat([truth.inputs for truth in truths]), torch.cat([truth.labels for truth in truths])
+    )
+
+
+def _seen(round_: Round, threat: ThreatModel) -> list[int]:
+    """The clients whose records are in the observed update."""
+    return [threat.client] if threat.actor == "server" else list(range(len(round_.updates)))
+
+
+def holds(threat: ThreatModel) -> frozenset[Knowledge]:
+    """All knowledge of this attacker: what is granted, and what the actor has by itself."""
+    return threat.grants | ({"own"} if threat.actor == "client" else frozenset())
+
+
+def check(name: str, attack: Attack, threat: ThreatModel) -> None:
+    """Refuse an attack that needs what is withheld, before it runs, with the remedy."""
+    missing = sorted(attack.needs - holds(threat))
+    if missing:
+        what = "; ".join(f"{item!r} ({KNOWLEDGE[item]})" for item in missing)
+        if "own" in missing:
+            remedy = 'set threat.actor = "client"'
+        else:
+            remedy = f"add {missing} to threat.grants if your attacker would know it"
+        raise Withheld(
+            f"attack {name!r} needs {what}, which this {threat.actor!r} does not hold: {remedy}, "
+            "or leave the attack out"
+        )
+
+
+def realism(threat: ThreatModel) -> Realism:
+    """The tag that stands beside every number: what the attacker had been given.
+
+    *realistic*: what the protocol shows anyway; *oracle*: truths no attacker would have.
+    """
+    return "oracle" if "labels" in threat.grants else "realistic"

@@ -1,0 +1,190 @@
+"""The nouns of LeakGauge: frozen data and one-method protocols, no behaviour.
+
+Images are float tensors (N, C, H, W) with values in [0, 1]; normalisation belongs to the local
+training. An update is *before − after*, keyed by parameter name, never by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+Named: TypeAlias = dict[str, Tensor]
+"""Tensors keyed by parameter name."""
+
+Actor: TypeAlias = Literal["server", "aggregate", "client"]
+Knowledge: TypeAlias = Literal["training", "records", "labels", "own"]
+Realism: TypeAlias = Literal["realistic", "informed", "oracle"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Private inputs (N, C, H, W) in [0, 1] and labels (N,). Attacks never hold one of a victim."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A labelled image set in memory: `classes[k]` names label k."""
+
+    name: str
+    inputs: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """What a client does with its records in one round. One SGD step *is* FedSGD.
+
+    `epochs`, when given, replaces `steps`: that many passes over the client's records.
+    `batch_norm="train"` normalises by the batch, `"eval"` by the running statistics.
+    `dropout="replayed"` draws the masks of step t from `dropout_seed + t`, on both sides.
+    `sends="weights"` rounds as clients do that send their new weights: the difference of two
+    float32 weights keeps fewer digits than the update itself.
+    """
+
+    lr: float = 0.01
+    batch_size: int = 1
+    steps: int = 1
+    epochs: int | None = None
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    order: Literal["fixed", "shuffled"] = "fixed"
+    batch_norm: Literal["train", "eval"] = "train"
+    dropout: Literal["off", "replayed"] = "off"
+    dropout_seed: int = 0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    sends: Literal["update", "weights"] = "update"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as it really happened. Private: only `threat.observe` and the audit read it.
+
+    `model` holds the global weights before the round, `after` those after it (parameters only).
+    `truths[k]`, `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the
+    aggregation weights (sum 1).
+    """
+
+    model: nn.Module
+    truths: tuple[Batch, ...]
+    updates: tuple[Named, ...]
+    weights: tuple[float, ...]
+    after: Named
+    training: LocalTraining
+    sizes: tuple[int, ...]
+    shape: tuple[int, int, int]
+    classes: int
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """Who attacks and what is granted beyond the actor's own view.
+
+    `client` is the victim of a server, and the attacker itself when the actor is a client.
+    """
+
+    actor: Actor = "server"
+    grants: frozenset[Knowledge] = frozenset({"training", "records"})
+    client: int = 0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All an attacker holds. A field is None exactly when it is withheld.
+
+    `update` is before − after: of one client (server), or of the whole round (aggregate, client).
+    """
+
+    model: nn.Module
+    update: Named
+    shape: tuple[int, int, int]
+    classes: int
+    training: LocalTraining | None = None
+    records: int | None = None
+    labels: Tensor | None = None
+    own: Batch | None = None
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Where and how long an attack may compute: parameters of the run, never of the method.
+
+    `dtype=None` leaves the precision to the attack; `progress(done, total, objective)` is called
+    once an iteration.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+    seconds: float | None = None
+    progress: Callable[[int, int, float], None] | None = None
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """An attack's guess with the attack's own residual: it never knew how good the guess is."""
+
+    inputs: Tensor
+    labels: Tensor | None
+    residual: float
+    history: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Attack(Protocol):
+    """`needs` names the knowledge it reads; the observation must hold it."""
+
+    @property
+    def needs(self) -> frozenset[Knowledge]: ...
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction: ...
+
+
+@runtime_checkable
+class BatchDefence(Protocol):
+    """Changes the records before local training."""
+
+    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch: ...
+
+
+@runtime_checkable
+class GradientDefence(Protocol):
+    """Changes the gradient of every local step."""
+
+    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named: ...
+
+
+@runtime_checkable
+class UpdateDefence(Protocol):
+    """Changes the update before it leaves the client."""
+
+    def on_update(self, update: Named, rng: torch.Generator) -> Named: ...
+
+
+Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
+"""What a client does to protect itself; it implements the hooks it needs, the others pass through."""
+
+
+class Metric(Protocol):
+    """Scores guesses (N, C, H, W) against truths of the same shape, one score a sample: (N,)."""
+
+    def __call__(self, guess: Tensor, truth: Tensor) -> Tensor: ...
