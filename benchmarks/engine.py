@@ -4,8 +4,9 @@
 
 Interleaved in one process and timed by CPU time, so that ratios mean something on a busy machine.
 *Plain* is what most public code does: gradients with create_graph, a Python loop over the tensors
-for the cosine distance, autograd through all of it. Memory is the peak of live tensor bytes, from the
-allocator's own events, with the weights and the observed update that every way must hold. Errors are relative, against exact float64.
+for the cosine distance, autograd through all of it. Memory is the peak of live tensor bytes, from
+the allocator's own events, with the weights and the observed update that every way must hold.
+Errors are relative, against exact float64.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-def measure(model_name: str, batch: int, batch_norm: str, size: int, repeats: int) -> dict[str, object]:
+def measure(
+    model_name: str, batch: int, batch_norm: str, size: int, repeats: int
+) -> dict[str, object]:
     rng = torch.Generator().manual_seed(0)
     shape, classes = (3, size, size), 10
     model = models.make(model_name, shape=shape, classes=classes, rng=rng)

@@ -27,10 +27,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known)}" if known else "; it takes none"
 
 
-def choose(table: Mapping[str, T], name: str, what: str) -> T:
+def choose(table: Mapping[str, T], name: object, what: str) -> T:
     """`table[name]`, or a PlanError that suggests the known name."""
-    if name not in table:
-        raise PlanError(f"unknown {what} {name!r}{did_you_mean(name, table)}")
+    if not isinstance(name, str) or name not in table:
+        raise PlanError(f"unknown {what} {name!r}{did_you_mean(str(name), table)}")
     return table[name]
 
 
@@ -60,7 +60,7 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return value
     if origin is typing.Literal:
-        if value not in args:
+        if (type(value), value) not in [(type(arg), arg) for arg in args]:  # True is not 1
             hint_text = did_you_mean(str(value), map(str, args))
             raise PlanError(f"{where}: {value!r} is not a choice{hint_text}")
         return value

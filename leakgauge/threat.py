@@ -36,17 +36,21 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
             f"threat.client is {threat.client}, but {len(round_.updates)} clients took part"
         )
     before = {n: p.detach() for n, p in round_.model.named_parameters() if p.requires_grad}
-    if threat.actor == "server":
-        update = round_.updates[threat.client]
-    elif threat.actor == "aggregate":
-        update = weighted_mean(round_.updates, round_.weights)
-    else:
+    seen = _seen(round_, threat)
+    if threat.actor == "client":
+        check_like(round_.after, before.items(), "the global model after the round")
         update = subtract(before, round_.after)
-    check_like(update, before.items(), "the observed update")
+    else:
+        for k in seen:
+            check_like(round_.updates[k], before.items(), f"the update of client {k}")
+        if threat.actor == "server":
+            update = round_.updates[threat.client]
+        else:
+            update = weighted_mean(round_.updates, round_.weights)
     model = copy.deepcopy(round_.model)
     model.zero_grad(set_to_none=True)
     own = round_.truths[threat.client] if threat.actor == "client" else None
-    records = sum(round_.sizes[k] for k in _seen(round_, threat))
+    records = sum(round_.sizes[k] for k in seen)
     return Observation(
         model=model,
         update={name: value.detach().clone() for name, value in update.items()},
@@ -55,7 +59,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
         training=round_.training if "training" in threat.grants else None,
         records=records if "records" in threat.grants else None,
         labels=covered(round_, threat).labels.clone() if "labels" in threat.grants else None,
-        own=Batch(own.inputs.clone(), own.labels.clone()) if own else None,
+        own=Batch(own.inputs.clone(), own.labels.clone()) if own is not None else None,
     )
 
 
@@ -73,8 +77,11 @@ def _seen(round_: Round, threat: ThreatModel) -> list[int]:
 
 
 def holds(threat: ThreatModel) -> frozenset[Knowledge]:
-    """All knowledge of this attacker: what is granted, and what the actor has by itself."""
-    return threat.grants | ({"own"} if threat.actor == "client" else frozenset())
+    """All knowledge of this attacker: what is granted, and what the actor has by itself.
+
+    Only a client has records of its own: no grant gives them to another actor.
+    """
+    return threat.grants - {"own"} | ({"own"} if threat.actor == "client" else set())
 
 
 def check(name: str, attack: Attack, threat: ThreatModel) -> None:
@@ -82,13 +89,12 @@ def check(name: str, attack: Attack, threat: ThreatModel) -> None:
     missing = sorted(attack.needs - holds(threat))
     if missing:
         what = "; ".join(f"{item!r} ({KNOWLEDGE[item]})" for item in missing)
-        if "own" in missing:
-            remedy = 'set threat.actor = "client"'
-        else:
-            remedy = f"add {missing} to threat.grants if your attacker would know it"
+        remedies = ['set threat.actor = "client"'] if "own" in missing else []
+        if grants := [item for item in missing if item != "own"]:
+            remedies.append(f"add {grants} to threat.grants if your attacker would know it")
         raise Withheld(
-            f"attack {name!r} needs {what}, which this {threat.actor!r} does not hold: {remedy}, "
-            "or leave the attack out"
+            f"attack {name!r} needs {what}, which this {threat.actor!r} does not hold: "
+            f"{' and '.join(remedies)}, or leave the attack out"
         )
 
 

@@ -181,7 +181,7 @@ class UpdateDefence(Protocol):
 
 
 Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
-"""What a client does to protect itself; it implements the hooks it needs, the others pass through."""
+"""What a client does to protect itself: it implements the hooks it needs, others pass through."""
 
 
 class Metric(Protocol):

@@ -13,8 +13,8 @@ Three ways to compute it for one step of SGD:
   max-pools keep the choices of the first pass (see _gate.py), else the difference is useless.
 - `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: dearer, more accurate.
 
-`auto` compares itself with `exact` at the first step and now and then, and takes the cheapest rung of
-a ladder of modes and strides that agrees; when none does it is `exact`, and says so in a note.
+`auto` compares itself with `exact` at the first step and now and then, and takes the cheapest rung
+of a ladder of modes and strides that agrees; when none does it is `exact`, and says so in a note.
 
 Several local steps are unrolled exactly: forward keeps the state of each step, backward recomputes
 one step at a time, so memory grows by one copy of the state a step, not by one graph a step.
@@ -42,7 +42,8 @@ TOLERANCE = 4e-3  # relative error of the derivative above which `auto` goes dow
 RECHECK = 250  # derivatives between two self-checks
 
 # c in ε = c‖w‖/‖v‖, from cheap to dear. Rounding wants a long stride, curvature a short one, and
-# batch norm in train mode is much more curved than in eval mode.
+# batch norm in train mode is much more curved than in eval mode. Very deep and thin networks with
+# hardly any curvature (MobileNetV2, eval mode) want the longest of all.
 LADDER: dict[torch.dtype, tuple[tuple[Literal["fast", "central"], float], ...]] = {
     torch.float32: (
         ("fast", 2e-5),
@@ -51,6 +52,7 @@ LADDER: dict[torch.dtype, tuple[tuple[Literal["fast", "central"], float], ...]] 
         ("central", 3e-4),
         ("central", 1e-4),
         ("central", 3e-5),
+        ("central", 1e-3),
     ),
     torch.float64: (("fast", 1e-8), ("central", 1e-6)),
 }
@@ -78,6 +80,10 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         mode: Mode = "auto",
     ):
+        if dtype not in LADDER:
+            raise InputError(
+                f"gradients are matched in float32 or float64, not in {dtype}: set dtype"
+            )
         self.training = training
         self.device, self.dtype = torch.device(device), dtype
         self._model = ready(seen.model, training).to(self.device, dtype)
@@ -102,9 +108,7 @@ class Engine:
                 f"{len(self._steps)} steps of {training.optimiser}: use 'exact' or 'auto'"
             )
         self.mode: Mode = mode
-        self._stride = next((c for m, c in LADDER.get(dtype, ()) if m == mode), 0.0)
-        if mode != "exact" and not self._stride:
-            raise InputError(f"derivative mode {mode!r} needs float32 or float64, got {dtype}")
+        self._stride = next((c for m, c in LADDER[dtype] if m == mode), 0.0)
         self.notes: list[str] = []
         self._calls = 0
 
@@ -113,7 +117,7 @@ class Engine:
         if self._single:
             weights = self._leaves()
             objective = self._loss(weights, inputs, labels)
-            return self._decayed(torch.autograd.grad(objective, weights))
+            return self._decayed(_apart(torch.autograd.grad(objective, weights)))
         state = self._unroll(inputs, labels)[-1]
         return [u * self._unit for u in state.moved]
 
@@ -160,7 +164,8 @@ class Engine:
     def _decayed(self, gradient: Sequence[Tensor]) -> list[Tensor]:
         if not self.training.weight_decay:
             return list(gradient)
-        return torch._foreach_add(list(gradient), self._weights, alpha=self.training.weight_decay)
+        decay = self.training.weight_decay
+        return list(torch._foreach_add(list(gradient), self._weights, alpha=decay))
 
     def _exact(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
         free = _free(inputs, labels)
@@ -186,16 +191,15 @@ class Engine:
             objective = self._loss(weights, *_filled(free, labels))
         # ∇_x at w is the subtrahend of the one-sided difference; central does not need it.
         wanted = [*weights, *free] if mode == "fast" else weights
-        gradient = torch.autograd.grad(objective, wanted)
+        gradient = _apart(torch.autograd.grad(objective, wanted))
         del objective
-        guess, here = list(gradient[: len(weights)]), gradient[len(weights) :]
+        guess, here = gradient[: len(weights)], gradient[len(weights) :]
         del gradient
         value, v = distance(self._decayed(guess), self.target)
         del guess
         stride *= self._size / max(float(dot(v, v).sqrt()), 1e-30)
         if mode == "central":
-            here = self._at([torch.add(w, d, alpha=-stride)
-                             for w, d in zip(self._weights, v, strict=True)], free, labels)  # fmt: skip
+            here = self._at(torch._foreach_sub(self._weights, v, alpha=stride), free, labels)
             span = 2 * stride
         else:
             span = stride
@@ -206,24 +210,24 @@ class Engine:
 
     def _at(
         self, weights: Sequence[Tensor], free: Sequence[Tensor], labels: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> list[Tensor]:
         """∇ of the loss by the free tensors at other weights, with the gates as recorded."""
         with self._gate.replay():
             objective = self._loss(weights, *_filled(free, labels))
-        return torch.autograd.grad(objective, free)
+        return list(torch.autograd.grad(objective, free))
 
     def _unroll(self, inputs: Tensor, labels: Tensor) -> list[State]:
         """The states before each local step and after the last."""
+        inputs, labels = inputs.detach(), labels.detach()
         states = [start(self._weights, self.training)]
         for t in range(len(self._steps)):
-            with torch.no_grad():
-                frozen = states[-1]
-            states.append(_detached(self._step(frozen, t, inputs, labels)))
+            states.append(self._step(states[-1], t, inputs, labels))
         return states
 
     def _step(self, state: State, t: int, inputs: Tensor, labels: Tensor) -> State:
-        """Local step t, as a differentiable function of the state and the candidates."""
-        create = any(tensor.requires_grad for tensor in (*state.tensors(), inputs, labels))
+        """Local step t, as a differentiable function of the candidates and the state when they
+        require a derivative, else without a graph."""
+        create = inputs.requires_grad
         weights = state.weights if create else [w.detach().requires_grad_() for w in state.weights]
         chosen = self._steps[t].to(inputs.device)
         objective = self._loss(weights, inputs[chosen], labels[chosen], t)
@@ -259,6 +263,18 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm().clamp_min(1e-300))
 
 
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, copied where they share memory: with one record, autograd hands out a position
+    embedding's gradient and, as a view of it, the class token's; a distance overwrites both."""
+    taken: set[int] = set()
+    apart = []
+    for tensor in tensors:
+        place = tensor.untyped_storage().data_ptr()
+        apart.append(tensor if place not in taken and tensor.is_contiguous() else tensor.clone())
+        taken.add(place)
+    return apart
+
+
 def _free(inputs: Tensor, labels: Tensor) -> list[Tensor]:
     """Fresh leaves for what is differentiated: the inputs, and labels if they are probabilities."""
     free = [inputs.detach().requires_grad_()]
@@ -273,7 +289,3 @@ def _filled(free: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def _slope(value: Tensor, pulled: Sequence[Tensor]) -> Slope:
     return Slope(float(value), pulled[0].detach(), pulled[1].detach() if len(pulled) > 1 else None)
-
-
-def _detached(state: State) -> State:
-    return state.with_tensors([t.detach() for t in state.tensors()])

@@ -3,7 +3,11 @@
 A finite difference across a ReLU that flips measures the jump of a step function, not a derivative.
 Inside `Gate.record()` every piecewise-linear operation runs as usual and its choices are kept;
 inside `Gate.replay()` the same choices are made again, whatever the values, so that the network is
-a smooth function of its weights there. Both the module and the functional forms are caught.
+a smooth function of its weights there. Both the module and the functional forms are caught, in
+place or not.
+
+What is kept is a tensor that autograd keeps anyway (a pool keeps its indices): it costs no memory,
+and code that overwrites it is refused by autograd itself.
 """
 
 from __future__ import annotations
@@ -17,56 +21,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-
-def _relu(x: Tensor, tape: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    if tape is None:
-        y = torch.relu(x)
-        return y, y.detach()
-    # x where the recorded output was positive, else 0: needs no mask beside the output itself.
-    return torch.ops.aten.threshold_backward(x, tape, 0), tape
+# Each makes on x the choices of `kept`, the operation's input or output in the first pass.
 
 
-def _band(x: Tensor, tape: Tensor | None, low: float, high: float) -> tuple[Tensor, Tensor]:
-    if tape is None:
-        y = x.clamp(low, high)
-        return y, y.detach()
-    return torch.where((tape > low) & (tape < high), x, tape), tape
+def _relu(x: Tensor, kept: Tensor) -> Tensor:
+    # x where kept > 0, else 0, without the memory of a mask.
+    y: Tensor = torch.ops.aten.threshold_backward(x, kept, 0)
+    return y
 
 
-def _relu6(x: Tensor, tape: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return _band(x, tape, 0.0, 6.0)
+def _leaky_relu(x: Tensor, kept: Tensor, negative_slope: float = 0.01) -> Tensor:
+    y: Tensor = torch.ops.aten.leaky_relu_backward(x, kept, negative_slope, False)
+    return y
 
 
-def _hardtanh(
-    x: Tensor, tape: Tensor | None, min_val: float = -1.0, max_val: float = 1.0, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    return _band(x, tape, min_val, max_val)
+def _hardtanh(x: Tensor, kept: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
+    inside = (kept > min_val) & (kept < max_val)
+    return torch.where(inside, x, kept.clamp(min_val, max_val))
 
 
-def _leaky_relu(
-    x: Tensor, tape: Tensor | None, negative_slope: float = 0.01, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    if tape is None:
-        tape = torch.where(x.detach() > 0, 1.0, negative_slope).to(x.dtype)
-    return x * tape, tape
+def _relu6(x: Tensor, kept: Tensor) -> Tensor:
+    return _hardtanh(x, kept, 0.0, 6.0)
 
 
-def _max_pool2d(
-    x: Tensor, tape: Tensor | None, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    if tape is None:
-        kwargs.pop("return_indices", None)
-        y, tape = F.max_pool2d(x, *args, return_indices=True, **kwargs)
-        return y, tape
-    return x.flatten(-2).gather(-1, tape.flatten(-2)).view_as(tape), tape
+def _max_pool2d(x: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.flatten(-2).gather(-1, indices.flatten(-2)).view_as(indices)
 
 
-_Kink = Callable[..., tuple[Tensor, Tensor]]
-
-KINKS: dict[Any, _Kink] = {
-    **dict.fromkeys(
-        (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), _relu
-    ),
+KINKS: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), _relu),
     F.relu6: _relu6,
     **dict.fromkeys((F.hardtanh, F.hardtanh_), _hardtanh),
     **dict.fromkeys((F.leaky_relu, F.leaky_relu_), _leaky_relu),
@@ -79,28 +62,36 @@ class Gate(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tape: list[Tensor] = []
+        self._choices: list[
+            tuple[Tensor, bool]
+        ] = []  # what was kept, and whether x was overwritten
         self._at: int | None = None  # position while replaying, None while recording
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kink = KINKS.get(func)
-        if kink is None:
-            return func(*args, **(kwargs or {}))
-        rest = {k: v for k, v in (kwargs or {}).items() if k not in ("input", "inplace")}
-        x = args[0] if args else (kwargs or {})["input"]
+        kwargs = dict(kwargs or {})
+        redo = KINKS.get(func)
+        if redo is None:
+            return func(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
         if self._at is None:
-            y, tape = kink(x, None, *args[1:], **rest)
-            self._tape.append(tape)
+            if redo is _max_pool2d:
+                y, kept = F.max_pool2d(*args, **kwargs | {"return_indices": True})
+            else:
+                y = func(*args, **kwargs)
+                kept = y if y is x or redo is _relu else x  # what autograd keeps for backward
+            self._choices.append((kept.detach(), y is x))
             return y
-        y, _ = kink(x, self._tape[self._at], *args[1:], **rest)
+        kept, in_place = self._choices[self._at]
         self._at += 1
-        return y
+        options = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
+        y = redo(x, kept, *args[1:], **options)
+        return x.copy_(y) if in_place else y
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        self._tape, self._at = [], None
+        self._choices, self._at = [], None
         with self:
             yield
 

@@ -9,13 +9,15 @@ For cross-entropy over n records with features h_i and softmax p_i the last laye
 | `idlg`    | Zhao et al., iDLG, 2020                      | one record                        |
 | `yin`     | Yin et al., GradInversion, CVPR 2021         | records ≤ classes, no repeats     |
 | `fedleak` | Fan et al., FedLeak, 2025, §5                | any batch                         |
-| `counts`  | counts n_c = n(p̄_c − ∂b_c); after Ma et al., iLRG, 2023, refined here | any batch, any number of local steps |
+| `counts`  | after Ma et al., iLRG, 2023                  | any batch, any number of steps    |
 
-`counts` needs the mean softmax p̄ of records it cannot see. It starts from smooth random images and
-then replaces them by what the gradient itself says: the row ∂W_c/∂b_c is a weighted mean of the true
-features h, so the model's own last layer gives p̄ there. Without a bias the same is done with the
-feature scale left free. Over several local steps p̄ is averaged along the way from the first to the
-last local model.
+`counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). It cannot see p̄, the mean
+softmax of the records, and puts smooth random images in their place. On an untrained network that is
+exact. On a trained one it is not, and shows: the counts come out fractional or negative. Then p̄ is
+taken as uniform, and the counts are drawn towards equal ones as far as the error of that guess
+outweighs the spread of honest counts. Without a bias, ∂b is replaced by ∂W·u for the u that makes
+h·u as close to 1 on the stand-ins as it can: a bias made of features. Over several local steps p̄
+and h are averaged along the way from the first to the last local model.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from leakgauge.types import Knowledge, LocalTraining, Observation
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
 
 STAND_INS = 64  # smooth random images that play the unseen records
-REFINEMENTS = 8
-WAYPOINTS = 4  # models between the first and the last of a multi-step update
+TRUST = 0.05  # mean squared distance from whole counts below which the stand-ins are believed
+STRAY = 0.5  # how far a trained network's p̄_c strays from uniform, in units of 1/C
+RIDGE = 0.1  # weight of ‖u‖² against the fit of h·u to 1, relative to the mean square of h
+WAYPOINTS = 8  # local models at most that stand for those of a multi-step update
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Head:
     weights: tuple[Tensor, ...]  # (C, F), at each waypoint of the local training
     biases: tuple[Tensor, ...]  # (C,)
     features: tuple[Tensor, ...]  # (STAND_INS, F)
+    importance: Tensor  # of each waypoint in the update, sums to 1
     records: int
     is_gradient: bool  # false where the optimiser rescaled it entry by entry
 
@@ -118,10 +123,17 @@ def counts(head: Head) -> Tensor:
             "labels are counted from a sum of gradients, and an update by Adam is not one: use a "
             "rule by rank ('yin', 'fedleak'), or grant the labels"
         )
-    return _rounded(
-        _raw_with_bias(head) if head.bias_gradient is not None else _raw_without_bias(head),
-        head.records,
-    )
+    bias_gradient = head.bias_gradient
+    if bias_gradient is None:
+        bias_gradient = head.weight_gradient @ _constant_functional(torch.cat(head.features))
+    n, classes = head.records, len(bias_gradient)
+    raw = n * (_mean_softmax(head) - bias_gradient)
+    unwhole = (raw - raw.round().clamp_min(0)).square().sum() / min(n, classes)
+    if unwhole > TRUST:
+        spread = n / classes * (1 - 1 / classes)  # variance of a count when labels are uniform
+        belief = spread / (spread + (n * STRAY / classes) ** 2)
+        raw = belief * n * (1 / classes - bias_gradient) + (1 - belief) * n / classes
+    return _rounded(raw, n)
 
 
 RULES: dict[str, Callable[[Head], Tensor]] = {
@@ -136,29 +148,20 @@ def _once(chosen: Tensor, classes: int) -> Tensor:
     return torch.zeros(classes, dtype=torch.long).index_fill_(0, chosen, 1)
 
 
-def _softmax(head: Head, features: list[Tensor], shares: Tensor) -> Tensor:
-    """p̄: the softmax at each waypoint for its features, weighted by shares, then averaged."""
-    at = [
-        (f @ w.T + b).softmax(1).mul(shares[:, None]).sum(0)
-        for f, w, b in zip(features, head.weights, head.biases, strict=True)
-    ]
-    return torch.stack(at).mean(0)
+def _mean_softmax(head: Head) -> Tensor:
+    """p̄ of the stand-ins, averaged along the local training."""
+    means = [(f @ w.T + b).softmax(1).mean(0)
+             for f, w, b in zip(head.features, head.weights, head.biases, strict=True)]  # fmt: skip
+    return torch.einsum("w,wc->c", head.importance, torch.stack(means))
 
 
-def _raw_with_bias(head: Head) -> Tensor:
-    assert head.bias_gradient is not None
-    n, gb = head.records, head.bias_gradient
-    even = torch.full((len(head.features[0]),), 1 / len(head.features[0]), dtype=gb.dtype)
-    raw = n * (_softmax(head, list(head.features), even) - gb)
-    return raw
-
-
-def _raw_without_bias(head: Head) -> Tensor:
-    n, gw = head.records, head.weight_gradient
-    even = torch.full((len(head.features[0]),), 1 / len(head.features[0]), dtype=gw.dtype)
-    mean = torch.stack([f.mean(0) for f in head.features]).mean(0)
-    raw = n * (_softmax(head, list(head.features), even) - gw @ mean / (mean @ mean))
-    return raw
+def _constant_functional(features: Tensor) -> Tensor:
+    """u with features·u ≈ 1 for all rows, by ridge regression."""
+    mean = features.mean(0)
+    ridge = RIDGE * features.square().mean()
+    gram = features.T @ features / len(features)
+    u: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(mean), dtype=gram.dtype), mean)
+    return u / (features @ u).mean()
 
 
 def _rounded(raw: Tensor, total: int) -> Tensor:
@@ -176,20 +179,21 @@ def _rounded(raw: Tensor, total: int) -> Tensor:
 def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.Generator) -> Head:
     layer = last_linear(seen.model, seen.shape)
     steps = len(minibatches(records, training))
-    unit = 1 / (training.lr * _effective_steps(training, steps))
+    places, pulls = _path(training, steps)
+    unit = 1 / (training.lr * float(pulls.sum()))
+    some = torch.linspace(0, steps - 1, min(steps, WAYPOINTS)).round().long()
     weight = seen.update[layer.weight].double() * unit
     bias = seen.update[layer.bias].double() * unit if layer.bias else None
     images = smooth_noise((STAND_INS, *seen.shape), rng)
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
     model = ready(seen.model, training).float()
     before = {n: p.detach() for n, p in model.named_parameters() if n in seen.update}
-    shares = [0.0] if steps == 1 else [k / WAYPOINTS for k in range(WAYPOINTS + 1)]
     caught: list[Tensor] = []
     model.get_submodule(layer.module).register_forward_hook(
         lambda module, args, output: caught.append(args[0].detach())
     )
     weights, biases = [], []
-    for share in shares:
+    for share in places[some].tolist():
         values = {n: p - share * seen.update[n] for n, p in before.items()}
         with torch.no_grad():
             torch.func.functional_call(model, values, ((images - mean) / std,))
@@ -202,14 +206,20 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
         tuple(weights),
         tuple(biases),
         tuple(f.double() for f in caught),
+        pulls[some] / pulls[some].sum(),
         records,
         training.optimiser == "sgd",
     )
 
 
-def _effective_steps(training: LocalTraining, steps: int) -> float:
-    """How many plain steps the momentum of `steps` steps amounts to, for an even gradient."""
-    return sum(sum(training.momentum**j for j in range(t + 1)) for t in range(steps))
+def _path(training: LocalTraining, steps: int) -> tuple[Tensor, Tensor]:
+    """For an even gradient: how far along the whole move step t was taken, and how many times its
+    gradient counts in the update (more than once with momentum, and more the earlier it came)."""
+    kept = training.momentum ** torch.arange(steps, dtype=torch.float64)
+    velocity = kept.cumsum(0)  # of step t, in gradients
+    moved = velocity.cumsum(0)
+    places = (moved - velocity) / moved[-1]
+    return places, velocity.flip(0)
 
 
 def smooth_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
@@ -219,7 +229,7 @@ def smooth_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     columns = torch.fft.rfftfreq(width)[None, :]
     envelope = 1 / (rows.square() + columns.square()).sqrt().clamp_min(1 / max(height, width))
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng)) * envelope
-    images = torch.fft.irfft2(spectrum, s=(height, width))
+    images: Tensor = torch.fft.irfft2(spectrum, s=(height, width))
     images = (images - images.mean((1, 2, 3), keepdim=True)) / images.std((1, 2, 3), keepdim=True)
     level = 0.3 + 0.4 * torch.rand(shape[0], 1, 1, 1, generator=rng)
     contrast = 0.1 + 0.2 * torch.rand(shape[0], 1, 1, 1, generator=rng)

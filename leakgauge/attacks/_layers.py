@@ -23,7 +23,7 @@ class Linear:
 def _watch(
     model: nn.Module, shape: tuple[int, int, int]
 ) -> tuple[list[tuple[str, nn.Linear, Tensor, Tensor]], Tensor, Tensor]:
-    """Every run of a linear layer (name, module, input, output), the probe and the model's output."""
+    """Every run of a linear layer (name, module, input, output), the probe, the model's output."""
     model = copy.deepcopy(model).eval()
     names = {id(module): name for name, module in model.named_modules()}
     runs: list[tuple[str, nn.Linear, Tensor, Tensor]] = []
@@ -52,12 +52,12 @@ def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
     """The linear layer whose output is the model's output."""
     runs, _, output = _watch(model, shape)
     for name, module, _, result in reversed(runs):
-        if result.shape == output.shape and torch.equal(result, output):
+        if _trained(module) and torch.equal(result, output):
             return _named(name, module)
     raise NotApplicable(
-        "labels are read from the gradient of a linear last layer, but no nn.Linear produces this "
-        "model's output. End the model in nn.Linear (softmax belongs to the loss), or grant the "
-        'labels: threat.grants = ["labels"]'
+        "labels are read from the gradient of a linear last layer, but no nn.Linear that is "
+        "trained produces this model's output. End the model in nn.Linear (softmax belongs to the "
+        'loss), or grant the labels: threat.grants = ["labels"]'
     )
 
 
@@ -65,9 +65,15 @@ def first_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
     """A linear layer with bias that is fed the image itself, pixel by pixel."""
     runs, probe, _ = _watch(model, shape)
     for name, module, entered, _ in runs:
-        if module.bias is not None and torch.equal(entered, probe.flatten(1)):
+        fed = torch.equal(entered, probe.flatten(1))
+        if fed and module.bias is not None and _trained(module):
             return _named(name, module)
     raise NotApplicable(
         "the analytic attack reads the input of a linear layer with bias that is fed the image "
-        "itself; this model has none (its first layer is a convolution, or lacks a bias)"
+        "itself; this model has none (its first layer is a convolution, lacks a bias or is frozen)"
     )
+
+
+def _trained(module: nn.Linear) -> bool:
+    """Whether an update holds this layer at all: frozen parameters are not sent."""
+    return all(p.requires_grad for p in module.parameters())

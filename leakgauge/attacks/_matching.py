@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -54,7 +55,7 @@ class Adam:
     """Adam on the candidates; `signed` feeds it the sign of the gradient, as IG does."""
 
     lr: float = 0.1
-    schedule: Schedule = constant()
+    schedule: Schedule = field(default_factory=constant)
     signed: bool = False
     weight_decay: float = 0.0
 
@@ -73,7 +74,11 @@ OPTIMISERS: dict[str, type[Adam] | type[Lbfgs]] = {"adam": Adam, "lbfgs": Lbfgs}
 
 
 class _OutOfTime(Exception):
-    """Unwinds the optimiser when the budget is spent."""
+    """Unwinds the optimiser when the time is spent."""
+
+
+class _OutOfIterations(Exception):
+    """Unwinds L-BFGS, whose line search would take some more."""
 
 
 @dataclass
@@ -154,6 +159,11 @@ def match(
     """
     if seen.training is None or seen.records is None:
         raise Withheld("gradient matching needs 'training' and 'records' in the observation")
+    if iterations < 1 or restarts < 1:
+        raise InputError(
+            f"gradient matching needs iterations and restarts of at least 1, got {iterations} "
+            f"and {restarts}"
+        )
     resources = resources or Resources()
     space = space or Pixels()
     engine = Engine(
@@ -221,14 +231,13 @@ def _run(problem: _Problem, optimiser: Optimiser, box: Literal["clamp", "none"])
     if isinstance(optimiser, Lbfgs):
         _run_lbfgs(problem, optimiser)
         return
-    base = LocalTraining(optimiser="adam", weight_decay=optimiser.weight_decay)
-    state = start_state(problem.free, base)
+    # A step of local training is a step of Adam here too.
+    state = start_state(problem.free, LocalTraining(optimiser="adam"))
     for i in range(problem.total):
         done = i / problem.total
         problem.evaluate(done)
         gradient = [f.grad.sign() if optimiser.signed else f.grad for f in problem.free
                     if f.grad is not None]  # fmt: skip
-        # The step of local training is a step of Adam here too.
         rate = LocalTraining(
             optimiser="adam",
             lr=optimiser.lr * optimiser.schedule(done),
@@ -242,20 +251,26 @@ def _run(problem: _Problem, optimiser: Optimiser, box: Literal["clamp", "none"])
 
 
 def _run_lbfgs(problem: _Problem, optimiser: Lbfgs) -> None:
-    """L-BFGS from the start, and again from the best point when its line search gives up."""
+    """L-BFGS from the start, and again from where it stands when its line search gives up."""
+
+    def objective() -> float:
+        if len(problem.history) == problem.total:
+            raise _OutOfIterations
+        return problem.evaluate(len(problem.history) / problem.total)
+
     while len(problem.history) < problem.total:
-        left = problem.total - len(problem.history)
         search = torch.optim.LBFGS(
             problem.free,
             lr=optimiser.lr,
-            max_iter=left,
-            max_eval=left,
+            max_iter=problem.total,
+            max_eval=problem.total,
             history_size=optimiser.memory,
             tolerance_grad=0.0,
             tolerance_change=0.0,
             line_search_fn="strong_wolfe",
         )
         before = len(problem.history)
-        search.step(lambda: problem.evaluate(len(problem.history) / problem.total))  # type: ignore[no-untyped-call]
+        with suppress(_OutOfIterations):
+            search.step(objective)  # type: ignore[no-untyped-call]
         if len(problem.history) - before < 3:  # no progress possible from here
             break

@@ -1,8 +1,9 @@
 """Distances between gradients, with their slope.
 
 A distance takes the guessed and the observed gradient, tensor by tensor, and returns its value and
-v = ∂D/∂g'. It may overwrite `guess` to hold v, which spares a copy of the whole model. Sums run per
-tensor and are added in double precision: a flat float32 sum over 11 M elements is off by 1e-4.
+v = ∂D/∂g'. It may overwrite `guess` to hold v, which spares a copy of the whole model; the caller
+may overwrite v in turn; the target stays as it is. Sums run per tensor and are added in double
+precision: a flat float32 sum over 11 M elements is off by 1e-4.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def cosine(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[
 def by_autograd(
     function: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
 ) -> Distance:
-    """Any differentiable distance; its slope comes from autograd instead of a formula."""
+    """Any differentiable distance; its slope comes from autograd instead of a formula. It may leave
+    tensors out of account: their slope is zero."""
 
     def distance(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         leaves = [g.detach().requires_grad_() for g in guess]
         with torch.enable_grad():
             value = function(leaves, target)
-        return value.detach().double(), list(torch.autograd.grad(value, leaves))
+        v = torch.autograd.grad(value, leaves, materialize_grads=True)
+        return value.detach().double(), [d.clone() for d in v]  # autograd may share or expand them
 
     return distance

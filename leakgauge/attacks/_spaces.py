@@ -35,9 +35,7 @@ def noise(shape: tuple[int, ...], start: Start, rng: torch.Generator) -> Tensor:
 class Pixels:
     """Every pixel is free."""
 
-    def draw(
-        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> Tensor:
+    def draw(self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator) -> Tensor:
         return noise(shape, start, rng)
 
     def decode(self, free: Tensor, size: tuple[int, int]) -> Tensor:
@@ -54,9 +52,7 @@ class LowResolution:
         if self.factor < 1:
             raise ValueError(f"factor must be at least 1, got {self.factor}")
 
-    def draw(
-        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> Tensor:
+    def draw(self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator) -> Tensor:
         n, c, h, w = shape
         small = (n, c, max(1, h // self.factor), max(1, w // self.factor))
         return noise(small, start, rng)

@@ -1,17 +1,18 @@
 """Analytic recovery from a linear layer — L. T. Phong, Y. Aono, T. Hayashi, L. Wang, S. Moriai:
 "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", IEEE TIFS 2018,
-https://eprint.iacr.org/2017/715 (§3); for any position in a network: Geiping et al., 2020, Prop. 3.1
+https://eprint.iacr.org/2017/715 (§3); anywhere in a network: Geiping et al., 2020, Prop. 3.1
 
 For z = Wx + b the rows of the gradient are ∂L/∂W_i = Σ_n δ_in·x_n and ∂L/∂b_i = Σ_n δ_in, so with
 one record
 
     x = (∂L/∂W_i) / (∂L/∂b_i)    for every i with ∂L/∂b_i ≠ 0,
 
-exactly, after any number of local steps. With several records, a row that only one of them reached
-(a ReLU that only one switched on) still gives that record; such rows agree with each other, mixtures
-do not, so rows are grouped and the largest groups come first.
+exactly, after any number of steps of SGD: momentum only weighs gradients, and what weight decay took
+away is known. With several records, a row that only one of them reached (a ReLU that only one
+switched on) still gives that record; such rows agree with each other, mixtures do not, so rows are
+grouped and the largest groups come first.
 
-Needs: nothing but the model and the update (and the number of records, if known, as a cap).
+Needs: the local training, whose normalisation it undoes, and the number of records, as a cap.
 The residual is the share of ∂L/∂W that the found records do not explain: 0 when all were found.
 """
 
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._layers import first_linear
-from leakgauge.errors import NotApplicable
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.fl.local import advance, minibatches, start
+from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,20 @@ class Analytic:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        assert seen.training is not None and seen.records is not None
+        if seen.training is None or seen.records is None:
+            raise Withheld("the analytic attack needs 'training' and 'records' in the observation")
+        if seen.training.optimiser != "sgd":
+            raise NotApplicable(
+                "the analytic attack divides sums of gradients, and an update by "
+                f"{seen.training.optimiser!r} is rescaled entry by entry"
+            )
         layer = first_linear(seen.model, seen.shape)
-        weight = seen.update[layer.weight].double()
-        bias = seen.update[layer.bias or ""].double()
+        assert layer.bias is not None
+        shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
+        weight, bias = (
+            seen.update[name].double() - shrunk * seen.model.get_parameter(name).detach().double()
+            for name in (layer.weight, layer.bias)
+        )
         rows = bias.abs() > 1e-6 * bias.abs().max()
         if not rows.any():
             raise NotApplicable(
@@ -60,6 +72,15 @@ class Analytic:
             residual=unexplained(weight, found),
             facts={"rows": int(rows.sum())},
         )
+
+
+def decay(training: LocalTraining, steps: int) -> float:
+    """The share of every weight that weight decay takes away. SGD is linear in the weights and the
+    gradients, so the rest of an update is a sum of gradients."""
+    state = start([torch.ones((), dtype=torch.float64)], training)
+    for _ in range(steps):
+        state = advance(state, [torch.zeros((), dtype=torch.float64)], training)
+    return float(state.moved[0])
 
 
 def grouped(rows: Tensor, tolerance: float) -> Tensor:

@@ -6,8 +6,8 @@ https://arxiv.org/abs/2001.02610
 
 DLG with the label read off first, so that only the image is searched.
 
-Needs: the local training and the number of records. Its own label rule is for one record; with more,
-set `labels="counts"`.
+Needs: the local training and the number of records. Its own label rule is for one record; with
+more, set `labels="counts"`.
 Differs from the paper: as DLG here (float64, strong Wolfe, best iterate).
 """
 
@@ -46,7 +46,7 @@ class IDLG:
         return match(
             seen,
             squared,  # Eq. 6
-            labels=infer(seen, self.labels, rng),  # Eq. 5,
+            labels=infer(seen, self.labels, rng),  # Eq. 5
             optimiser=OPTIMISERS[self.optimiser](lr=self.lr),
             iterations=self.iterations,
             restarts=self.restarts,

@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from leakgauge.config import did_you_mean
 from leakgauge.data import cifar, digits, fetch, folder, mnist, npz, photos, user
-from leakgauge.data._options import suggest
 from leakgauge.data._root import data_root
 from leakgauge.errors import PlanError
 from leakgauge.types import Dataset
@@ -39,8 +39,8 @@ def load(name: str, /, **options: Any) -> Dataset:
         return user.as_dataset(name, make(**options))
     if name not in DATASETS:
         raise PlanError(
-            f"unknown data set {name!r}{suggest(name, DATASETS)} "
-            "(Or name your own code as 'module:callable'.)"
+            f"unknown data set {name!r}{did_you_mean(name, DATASETS)} "
+            "(or name your own code as 'module:callable')"
         )
     _check_options(name, DATASETS[name], options)
     return DATASETS[name](**options)
@@ -52,7 +52,8 @@ def _check_options(name: str, make: Callable[..., Any], options: dict[str, Any])
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for option in options:
             if option not in known:
-                raise PlanError(f"data {name!r}: unknown option {option!r}{suggest(option, known)}")
+                hint = did_you_mean(option, known)
+                raise PlanError(f"data {name!r}: unknown option {option!r}{hint}")
     for p in parameters:
         named = p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if named and p.default is p.empty and p.name not in options:

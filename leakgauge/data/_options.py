@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from leakgauge.errors import PlanError
 
 Split = Literal["train", "test"]
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, or all of them."""
-    known = sorted(known)
-    near = difflib.get_close_matches(word, known, 1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(known)}." if known else "; it takes none."
 
 
 def check_count(name: str, value: int) -> None:

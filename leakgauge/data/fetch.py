@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from leakgauge.data._options import as_path, suggest
+from leakgauge.config import did_you_mean
+from leakgauge.data._options import as_path
 from leakgauge.errors import DataError, PlanError
 
 TIMEOUT = 30.0  # seconds without a byte
@@ -149,7 +150,7 @@ def fetch(
     bytes done and the bytes in all. A set that is already there is left alone.
     """
     if name not in REMOTES:
-        raise PlanError(f"cannot fetch {name!r}{suggest(name, REMOTES)}")
+        raise PlanError(f"cannot fetch {name!r}{did_you_mean(name, REMOTES)}")
     remote = REMOTES[name]
     home = remote.home if source is None else source.rstrip("/") + "/"
     if not home.startswith(("http://", "https://")):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from leakgauge.config import did_you_mean
 from leakgauge.data._dataset import make_dataset
-from leakgauge.data._options import suggest
 from leakgauge.errors import DataError, PlanError
 from leakgauge.types import Dataset
 
@@ -42,7 +42,7 @@ def find_callable(spec: str) -> Callable[..., Any]:
         kind = "nothing" if found is None else f"a {type(found).__name__}"
         raise PlanError(
             f"data {spec!r}: expected a callable {name} in {module_name}, got {kind}"
-            + suggest(name, functions)
+            + did_you_mean(name, functions)
         )
     return found  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ not a defence by itself.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,8 +28,8 @@ class Clip:
     scope: Literal["whole", "layer"] = "whole"
 
     def __post_init__(self) -> None:
-        if self.norm <= 0:
-            raise ValueError(f"norm must be positive, got {self.norm}")
+        if not 0 < self.norm < math.inf:
+            raise ValueError(f"norm must be positive and finite, got {self.norm}")
 
     def on_update(self, update: Named, rng: torch.Generator) -> Named:
         if self.scope == "whole":

@@ -37,10 +37,9 @@ class ClipAndNoise:
     calibration: Literal["exact", "papers"] = "exact"
 
     def __post_init__(self) -> None:
-        if self.epsilon <= 0 or self.norm <= 0:
-            raise ValueError(
-                f"epsilon and norm must be positive, got {self.epsilon} and {self.norm}"
-            )
+        for name, value in (("epsilon", self.epsilon), ("norm", self.norm)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, got {self.delta}")
 
@@ -67,4 +66,4 @@ def gaussian_sigma(epsilon: float, delta: float) -> float:
         # e^ε·Φ(far) in logarithms: e^ε alone overflows for the ε that papers sweep.
         return float(gaussian.cdf(near) - math.exp(epsilon + gaussian.logcdf(far)) - delta)
 
-    return math.exp(brentq(excess, math.log(1e-6), math.log(1e6), xtol=1e-12))
+    return math.exp(brentq(excess, math.log(1e-9), math.log(1e9), xtol=1e-12))

@@ -29,11 +29,13 @@ class Prune:
         if self.scope == "layer":
             return {n: v * largest(v.flatten(), self.share).view_as(v) for n, v in update.items()}
         keep = largest(torch.cat([v.flatten() for v in update.values()]), self.share)
-        parts = keep.split([v.numel() for v in update.values()])
+        parts = torch.split(keep, [v.numel() for v in update.values()])
         return {n: v * k.view_as(v) for (n, v), k in zip(update.items(), parts, strict=True)}
 
 
 def largest(values: Tensor, share: float) -> Tensor:
-    """Mask of all but the smallest `share` of the entries by magnitude; exact under ties."""
-    dropped = values.abs().argsort(stable=True)[: round(share * len(values))]
+    """Mask of all but the smallest `share` of the entries by magnitude; exact under ties. At
+    least one entry stays, so that a small tensor is never lost whole."""
+    drop = min(round(share * len(values)), len(values) - 1)
+    dropped = values.abs().argsort(stable=True)[:drop]
     return torch.ones_like(values, dtype=torch.bool).index_fill_(0, dropped, False)

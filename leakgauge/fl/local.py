@@ -73,12 +73,16 @@ def _dropout(
 class _Replay:
     def __init__(self, seed: int, device: torch.device):
         self._seed = seed
+        self._device = device
         devices = [device] if device.type == "cuda" else []
         self._fork = torch.random.fork_rng(devices=devices)
 
     def __enter__(self) -> None:
         self._fork.__enter__()
-        torch.manual_seed(self._seed)
+        torch.default_generator.manual_seed(self._seed)  # torch.manual_seed reseeds all GPUs too
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
         self._fork.__exit__(None, None, None)
@@ -122,12 +126,15 @@ def advance(state: State, gradient: Sequence[Tensor], training: LocalTraining) -
     slots = state.slots
     if training.optimiser == "adam":
         moves, slots = _adam(d, slots, count, training.lr)
+        weights = tuple(w - m for w, m in zip(state.weights, moves, strict=True))
     else:
         if slots:
             d = [m * training.momentum + g for m, g in zip(slots[0], d, strict=True)]
             slots = (tuple(d),)
         moves = [g * training.lr for g in d]
-    weights = tuple(w - m for w, m in zip(state.weights, moves, strict=True))
+        # One fused operation, as in torch.optim: w − (lr·d) rounds twice and differs in a last bit.
+        weights = tuple(torch.sub(w, g, alpha=training.lr)
+                        for w, g in zip(state.weights, d, strict=True))  # fmt: skip
     moved = tuple(u + m for u, m in zip(state.moved, moves, strict=True))
     return State(weights, moved, slots, count)
 
@@ -151,6 +158,9 @@ def minibatches(
     records: int, training: LocalTraining, rng: torch.Generator | None = None
 ) -> list[Tensor]:
     """The indices of every local step, in order. Without `rng` the order is fixed."""
+    for key in ("batch_size", "steps" if training.epochs is None else "epochs"):
+        if getattr(training, key) < 1:
+            raise InputError(f"{key} must be at least 1, got {getattr(training, key)}")
     if training.batch_size > records:
         raise InputError(
             f"batch_size is {training.batch_size} but the client trains on {records} records: "
@@ -164,7 +174,7 @@ def minibatches(
             order = torch.randperm(records, generator=rng)
         else:
             order = torch.arange(records)
-        steps.extend(order.split(training.batch_size))
+        steps.extend(torch.split(order, training.batch_size))
     return steps[:total]
 
 
@@ -194,9 +204,7 @@ def train(
     for step, chosen in enumerate(minibatches(len(batch), training, rng)):
         weights = [w.detach().requires_grad_() for w in state.weights]
         values = dict(zip(names, weights, strict=True)) | buffers
-        objective = loss(
-            model, values, batch.inputs[chosen], batch.labels[chosen], training, step
-        )
+        objective = loss(model, values, batch.inputs[chosen], batch.labels[chosen], training, step)
         gradient: Sequence[Tensor] = torch.autograd.grad(objective, weights)
         if isinstance(defence, GradientDefence):
             shielded = defence.on_gradient(dict(zip(names, gradient, strict=True)), rng)

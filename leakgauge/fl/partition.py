@@ -6,6 +6,7 @@ client the indices of its records; no record goes to two clients.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,7 @@ class QuantitySkew:
             raise ValueError(f"need 1 ≤ smallest ≤ largest, got {self.smallest}, {self.largest}")
 
     def split(self, data: Dataset, clients: int, rng: torch.Generator) -> list[Tensor]:
+        _check(data, clients)
         sizes = torch.linspace(self.smallest, self.largest, clients).round().long().tolist()
         if sum(sizes) > len(data):
             raise InputError(
@@ -80,7 +82,7 @@ class QuantitySkew:
                 f"{self.smallest} to {self.largest}), {data.name} has {len(data)}: lower `largest`"
             )
         order = torch.randperm(len(data), generator=rng)[: sum(sizes)]
-        return list(order.split(sizes))
+        return list(torch.split(order, sizes))
 
 
 @dataclass(frozen=True)
@@ -110,25 +112,26 @@ class FeatureSkew:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is divided in proportions drawn from Dirichlet(alpha): small alpha, strong skew."""
+    """Each class is divided in proportions from Dirichlet(alpha): small alpha, strong skew."""
 
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.alpha <= 0:
-            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha}")
 
     def split(self, data: Dataset, clients: int, rng: torch.Generator) -> list[Tensor]:
         _check(data, clients)
         shares: list[list[Tensor]] = [[] for _ in range(clients)]
         for label in range(len(data.classes)):
             members = _shuffled(data.labels == label, rng)
-            # Dirichlet = normalised gammas; torch draws those from the generator we were given.
-            gammas = torch._standard_gamma(
-                torch.full((clients,), self.alpha, dtype=torch.float64), generator=rng
-            )
-            proportions = gammas / gammas.sum().clamp_min(1e-300)
-            cuts = (proportions.cumsum(0)[:-1] * len(members)).round().long().clamp_max(len(members))
+            # Dirichlet = normalised gammas, as logarithms because those of a small alpha underflow:
+            # Gamma(alpha) is Gamma(alpha + 1) · U^(1/alpha).
+            shape = torch.full((clients,), self.alpha, dtype=torch.float64)
+            gammas = torch._standard_gamma(shape + 1, generator=rng)
+            uniform = torch.rand(clients, dtype=torch.float64, generator=rng)
+            proportions = (gammas.log() + uniform.log() / shape).softmax(0)
+            cuts = (proportions.cumsum(0)[:-1] * len(members)).round().long()
             for share, part in zip(shares, members.tensor_split(cuts.cpu()), strict=True):
                 share.append(part)
         return [torch.cat(share) for share in shares]

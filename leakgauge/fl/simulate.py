@@ -21,14 +21,14 @@ from leakgauge.types import Batch, Dataset, Defence, LocalTraining, Round
 class Scenario:
     """A federation under audit.
 
-    `make_model(rng)` returns the global model of round 0. Each round, `participants` of the
-    `clients` train on `records` of their own records (default: one batch). `rounds` honest rounds
-    come before the one that is attacked.
+    `make_model()` takes no argument and returns the global model of round 0; torch's global
+    generator is seeded for it. Each round, `participants` of the `clients` train on `records` of
+    their own records (default: one batch). `rounds` honest rounds come before the attacked one.
     """
 
-    make_model: Callable[[torch.Generator], nn.Module]
+    make_model: Callable[[], nn.Module]
     data: Dataset
-    training: LocalTraining = LocalTraining()
+    training: LocalTraining = field(default_factory=LocalTraining)
     clients: int = 1
     participants: int | None = None
     records: int | None = None
@@ -46,7 +46,7 @@ def simulate(
 ) -> Round:
     """Play the federation up to the attacked round and return that round, truths included."""
     records = _records(scenario)
-    model = scenario.make_model(rng)
+    model = initial_model(scenario, rng)
     shards = scenario.partition.split(scenario.data, scenario.clients, rng)
     for k, shard in enumerate(shards):
         if len(shard) < records:
@@ -62,20 +62,30 @@ def simulate(
     return _play(scenario, model, shards, records, scenario.rounds, rng)[0]
 
 
+def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
+    """The model of round 0: the same for the same `rng`, whatever the global generator holds."""
+    seed = int(torch.randint(0, 2**62, (), generator=rng))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return copy.deepcopy(scenario.make_model())  # it may return the user's own
+
+
 def _records(scenario: Scenario) -> int:
     """Records a client trains on in a round, with every size checked before anything runs."""
     training, total = scenario.training, len(scenario.data)
-    records = scenario.records or training.batch_size
+    records = training.batch_size if scenario.records is None else scenario.records
     if records > total:
         raise InputError(
             f"a client would train on {records} records (batch_size {training.batch_size}) but "
             f"{scenario.data.name} has only {total}: lower batch_size or use more data"
         )
     minibatches(records, training)
-    if not 1 <= (scenario.participants or scenario.clients) <= scenario.clients:
+    if scenario.participants is not None and not 1 <= scenario.participants <= scenario.clients:
         raise InputError(
             f"participants is {scenario.participants}; expected 1 to {scenario.clients} (clients)"
         )
+    if scenario.rounds < 0:
+        raise InputError(f"rounds is {scenario.rounds}; expected 0 or more honest rounds")
     return records
 
 

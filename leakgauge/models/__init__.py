@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakgauge.config import choose, did_you_mean
 from leakgauge.errors import InputError, PlanError
-from leakgauge.models._layers import choose
 from leakgauge.models.checkpoint import load, save
 from leakgauge.models.densenet import densenet_121
 from leakgauge.models.init import INITS
@@ -64,9 +64,9 @@ def make(
     left as it was.
     """
     _check_sizes(shape, classes)
-    initialise = choose("initialisation", init, INITS)
+    initialise = choose(INITS, init, "initialisation")
     own = ":" in name
-    build = _imported(name) if own else choose("model", name, MODELS)
+    build = _imported(name) if own else choose(MODELS, name, "model")
     arguments = _arguments(name, build, {"shape": shape, "classes": classes}, options)
     seed = int(torch.randint(2**62, (), generator=rng, device=rng.device))
     with torch.random.fork_rng(devices=[]):
@@ -117,10 +117,8 @@ def _arguments(
         names |= options.keys()
     unknown = sorted(options.keys() - names)
     if unknown:
-        listed = ", ".join(sorted(names - sizes.keys())) or "none"
-        raise PlanError(
-            f"The model {name!r} has no option {unknown[0]!r}. Known options: {listed}."
-        )
+        hint = did_you_mean(unknown[0], names - sizes.keys())
+        raise PlanError(f"The model {name!r} has no option {unknown[0]!r}{hint}")
     return {key: value for key, value in sizes.items() if key in names} | options
 
 

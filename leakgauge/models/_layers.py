@@ -5,16 +5,14 @@ An activation is never in place: the attacks differentiate twice, and hooks read
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from leakgauge.errors import InputError, PlanError
 
-T = TypeVar("T")
 Activation: TypeAlias = Callable[[], nn.Module]
 Norm: TypeAlias = Callable[[int], nn.Module]
 
@@ -48,15 +46,6 @@ NORMS: dict[str, Norm] = {
     "group": _group_norm,
     "layer": _layer_norm,
 }
-
-
-def choose(kind: str, name: Any, table: Mapping[str, T]) -> T:
-    """The entry of `table` called `name`; an unknown name is answered with the nearest one."""
-    if isinstance(name, str) and name in table:
-        return table[name]
-    near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise PlanError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(sorted(table))}.")
 
 
 def whole(option: str, value: Any, least: int = 1) -> int:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
+from leakgauge.config import choose
 from leakgauge.models._layers import (
     ACTIVATIONS,
     NORMS,
@@ -23,7 +24,6 @@ from leakgauge.models._layers import (
     Activation,
     Norm,
     check_sides,
-    choose,
     stem_conv,
     whole,
 )
@@ -55,10 +55,10 @@ def densenet_121(
     norm: str = "batch",
     activation: str = "relu",
 ) -> nn.Module:
-    large = choose("stem", stem, STEMS)
+    large = choose(STEMS, stem, "stem")
     check_sides(f"densenet-121 with the {stem} stem", shape, 32 if large else 8)
-    norm_of = choose("norm", norm, NORMS)
-    act = choose("activation", activation, ACTIVATIONS)
+    norm_of = choose(NORMS, norm, "norm")
+    act = choose(ACTIVATIONS, activation, "activation")
     channels = 2 * whole("growth", growth)
     features: OrderedDict[str, nn.Module] = OrderedDict(
         conv0=stem_conv(shape[0], channels, large), norm0=norm_of(channels), act0=act()

@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from leakgauge.config import choose
 from leakgauge.errors import PlanError
 from leakgauge.models._layers import (
     ACTIVATIONS,
@@ -20,7 +21,6 @@ from leakgauge.models._layers import (
     Activation,
     Norm,
     check_sides,
-    choose,
     scaled,
 )
 
@@ -75,9 +75,9 @@ def mobilenet_v2(
     dropout: float = 0.2,
 ) -> nn.Module:
     check_sides("mobilenet-v2", shape, 8)
-    large = choose("stem", stem, STEMS)
-    norm_of = choose("norm", norm, NORMS)
-    act = choose("activation", activation, ACTIVATIONS)
+    large = choose(STEMS, stem, "stem")
+    norm_of = choose(NORMS, norm, "norm")
+    act = choose(ACTIVATIONS, activation, "activation")
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise PlanError(f"dropout must be a number from 0 to below 1, got {dropout!r}.")
     inputs = scaled(32, width)

@@ -18,6 +18,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from leakgauge.config import choose
 from leakgauge.models._layers import (
     ACTIVATIONS,
     NORMS,
@@ -25,7 +26,6 @@ from leakgauge.models._layers import (
     Activation,
     Norm,
     check_sides,
-    choose,
     scaled,
     stem_conv,
 )
@@ -65,9 +65,9 @@ def resnet(
     activation: str = "relu",
 ) -> nn.Module:
     check_sides("A ResNet", shape, 8)
-    large = choose("stem", stem, STEMS)
-    norm_of = choose("norm", norm, NORMS)
-    act = choose("activation", activation, ACTIVATIONS)
+    large = choose(STEMS, stem, "stem")
+    norm_of = choose(NORMS, norm, "norm")
+    act = choose(ACTIVATIONS, activation, "activation")
     channels = scaled(64, width)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=stem_conv(shape[0], channels, large), bn1=norm_of(channels), act1=act()
@@ -116,8 +116,8 @@ def resnet_9(
     activation: str = "relu",
 ) -> nn.Module:
     check_sides("resnet-9", shape, 8)
-    norm_of = choose("norm", norm, NORMS)
-    act = choose("activation", activation, ACTIVATIONS)
+    norm_of = choose(NORMS, norm, "norm")
+    act = choose(ACTIVATIONS, activation, "activation")
     channels = scaled(64, width)
     layers: OrderedDict[str, nn.Module] = OrderedDict(prep=_unit(shape[0], channels, norm_of, act))
     for number in (1, 2, 3):

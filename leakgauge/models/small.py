@@ -25,8 +25,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from leakgauge.config import choose
 from leakgauge.errors import PlanError
-from leakgauge.models._layers import ACTIVATIONS, NORMS, check_sides, choose, scaled, whole
+from leakgauge.models._layers import ACTIVATIONS, NORMS, check_sides, scaled, whole
 
 POOLS: dict[str, Callable[[int], nn.Module]] = {"average": nn.AvgPool2d, "max": nn.MaxPool2d}
 
@@ -40,7 +41,7 @@ def mlp(
 ) -> nn.Module:
     if not isinstance(hidden, list | tuple):
         raise PlanError(f"hidden must be a list of widths such as [256, 64], got {hidden!r}.")
-    act = choose("activation", activation, ACTIVATIONS)
+    act = choose(ACTIVATIONS, activation, "activation")
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     inputs = math.prod(shape)
     for number, width in enumerate(hidden, start=1):
@@ -55,7 +56,7 @@ def lenet_zhu(
     shape: tuple[int, int, int], classes: int, *, activation: str = "sigmoid"
 ) -> nn.Module:
     channels, height, width = shape
-    act = choose("activation", activation, ACTIVATIONS)
+    act = choose(ACTIVATIONS, activation, "activation")
     body = nn.Sequential(
         nn.Conv2d(channels, 12, 5, stride=2, padding=2),
         act(),
@@ -78,8 +79,8 @@ def lenet_5(
     padding: int = 2,
 ) -> nn.Module:
     channels, height, width = shape
-    act = choose("activation", activation, ACTIVATIONS)
-    pool_of = choose("pool", pool, POOLS)
+    act = choose(ACTIVATIONS, activation, "activation")
+    pool_of = choose(POOLS, pool, "pool")
     check_sides("lenet-5", shape, 16 - 2 * whole("padding", padding, least=0))
 
     def left(side: int) -> int:  # of a side after conv, pool, conv, pool
@@ -112,8 +113,8 @@ def convnet(
 ) -> nn.Module:
     check_sides("convnet", shape, 9)
     inputs, image_height, image_width = shape
-    norm_of = choose("norm", norm, {**NORMS, "none": None})
-    act = choose("activation", activation, ACTIVATIONS)
+    norm_of = choose({**NORMS, "none": None}, norm, "norm")
+    act = choose(ACTIVATIONS, activation, "activation")
     base = scaled(64, width)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, times in enumerate((1, 2, 2, 4, 4, 4, 4, 4)):

@@ -14,8 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from leakgauge.config import choose
 from leakgauge.errors import InputError, PlanError
-from leakgauge.models._layers import ACTIVATIONS, Activation, check_sides, choose, whole
+from leakgauge.models._layers import ACTIVATIONS, Activation, check_sides, whole
 
 
 class PatchEmbed(nn.Module):
@@ -92,7 +93,7 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width = shape
-        act = choose("activation", activation, ACTIVATIONS)
+        act = choose(ACTIVATIONS, activation, "activation")
         if whole("dim", dim) % whole("heads", heads):
             raise PlanError(f"dim must be a multiple of heads, got dim {dim} and heads {heads}.")
         # One patch a side would leave attention nothing to attend to.

@@ -1,0 +1,332 @@
+"""A plan: the TOML file that describes the federation, the attacker and what to measure.
+
+The file is read strictly (see config.py): an unknown key is an error that suggests the known one.
+Paths in it are relative to the file. `module:callable` names the user's own code, which runs with
+the user's rights; its module is looked for beside the plan first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from leakgauge import data, models, threat
+from leakgauge._version import __version__
+from leakgauge.attacks import ATTACKS
+from leakgauge.config import build, choose, did_you_mean
+from leakgauge.defences import DEFENCES
+from leakgauge.errors import LeakGaugeError, PlanError
+from leakgauge.fl import PARTITIONS, Scenario
+from leakgauge.fl.aggregate import Weighting
+from leakgauge.fl.partition import Partition
+from leakgauge.metrics import METRICS
+from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
+
+Table = dict[str, Any]
+NO_DEFENCE = "none"
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The user's own system. `model` and `data` are a name or a table with a name and options;
+    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `rounds` lists
+    the attack stages: honest rounds played before the one that is attacked."""
+
+    model: str | Table
+    data: str | Table
+    init: str = "torch"
+    checkpoint: str | None = None
+    training: LocalTraining = field(default_factory=LocalTraining)
+    clients: int = 1
+    participants: int | None = None
+    records: int | None = None
+    server_lr: float = 1.0
+    weighting: Weighting = "records"
+    partition: str | Table = "iid"
+    rounds: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
+            raise ValueError(
+                f"rounds must list different stages from 0 up, got {list(self.rounds)}"
+            )
+        if self.clients < 1:
+            raise ValueError(f"clients must be at least 1, got {self.clients}")
+        if not 0 < self.training.lr < math.inf:
+            raise ValueError(
+                f"training.lr must be positive and finite, got {self.training.lr}: "
+                "a client that takes no step sends nothing"
+            )
+        if not all(0 < std < math.inf for std in self.training.std):
+            raise ValueError(
+                f"training.std must be positive and finite, got {list(self.training.std)}"
+            )
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured, how often, on what. `seconds` limits each attack. `threads` is fixed, not
+    the number of cores, so that the same plan gives the same bytes on every machine."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    metrics: tuple[str, ...] = ("psnr", "affine-psnr", "ssim", "mse")
+    assignment: Literal["optimal", "best-match"] = "optimal"
+    gallery: int = 200
+    seconds: float | None = None
+    device: str = "cpu"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
+        for metric in self.metrics:
+            choose({**METRICS, "lpips": None}, metric, "metric")
+        if self.gallery < 2:
+            raise ValueError(f"gallery must hold at least 2 images, got {self.gallery}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be positive and finite, got {self.seconds}")
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(f"device {self.device!r} is not there: {first}") from error
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tables of the file, as they are written."""
+
+    federation: Federation
+    attack: tuple[Table, ...]
+    threat: ThreatModel = field(default_factory=ThreatModel)
+    defence: tuple[Table, ...] = ({"name": NO_DEFENCE},)
+    audit: Measure = field(default_factory=Measure)
+
+    def __post_init__(self) -> None:
+        if not self.attack:
+            raise ValueError(f"no [[attack]]; known: {', '.join(sorted(ATTACKS))}")
+        if not self.defence:
+            raise ValueError(f"no [[defence]]; leave the key out, or name {NO_DEFENCE!r}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked plan, ready to run: every name resolved, the data loaded."""
+
+    name: str
+    document: Document
+    folder: Path
+    data: Dataset
+    attacks: Mapping[str, Attack]
+    defences: Mapping[str, Defence | None]
+    partition: Partition
+    fingerprint: str
+
+    def scenario(self, stage: int, defence: str) -> Scenario:
+        federation = self.document.federation
+        return Scenario(
+            make_model=self._make_model,
+            data=self.data,
+            training=federation.training,
+            clients=federation.clients,
+            participants=federation.participants,
+            records=federation.records,
+            rounds=stage,
+            server_lr=federation.server_lr,
+            weighting=federation.weighting,
+            partition=self.partition,
+            defence=self.defences[defence],
+        )
+
+    def _make_model(self) -> nn.Module:
+        federation = self.document.federation
+        name, options = _name(federation.model, "federation.model")
+        _import_from(self.folder, name)
+        _, channels, height, width = self.data.inputs.shape
+        model = models.make(
+            name,
+            shape=(channels, height, width),
+            classes=len(self.data.classes),
+            init=federation.init,
+            rng=torch.default_generator,  # seeded by `simulate`
+            **options,
+        )
+        if federation.checkpoint:
+            models.load(model, _path(self.folder, federation.checkpoint))
+        return model
+
+
+def read(path: Path) -> Plan:
+    """The plan in a TOML file, fully checked."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"no plan at {path}: give the path of a TOML file") from None
+    except IsADirectoryError:
+        raise PlanError(f"{path} is a folder: give the path of a TOML file in it") from None
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not valid TOML: {error}") from error
+    return parse(table, path.stem, path.resolve().parent)
+
+
+def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
+    """The plan of a table; `folder` is where its relative paths start."""
+    for key in ("attack", "defence"):
+        if isinstance(table.get(key), Mapping):
+            raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
+    document = build(Document, table, name)
+    federation = document.federation
+    attacks = _each(ATTACKS, document.attack, "attack")
+    for key, attack in attacks.items():
+        threat.check(key, attack, document.threat)
+    model, _ = _name(federation.model, "federation.model")
+    if ":" not in model:
+        choose(models.MODELS, model, "model")
+    choose(models.INITS, federation.init, "initialisation")
+    partition = _named(PARTITIONS, federation.partition, "partition")
+    defences = _each(DEFENCES, document.defence, "defence")
+    records = _load(federation.data, folder)
+    _check_normalisation(federation.training, records)
+    return Plan(
+        name=name,
+        document=document,
+        folder=folder,
+        data=records,
+        attacks=attacks,
+        defences=defences,
+        partition=partition,
+        fingerprint=_fingerprint(document, records, folder),
+    )
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, tuples and sets as the tables and lists of JSON, which has no NaN: null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _fingerprint(document: Document, records: Dataset, folder: Path) -> str:
+    """Differs when a trial could: by the tables, the records, the weights or the version."""
+    content = [__version__, plain(document), records.classes]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+    digest.update(records.inputs.numpy().data)
+    digest.update(records.labels.numpy().data)
+    if document.federation.checkpoint:
+        weights = _path(folder, document.federation.checkpoint)
+        digest.update(weights.read_bytes() if weights.is_file() else b"")
+    return digest.hexdigest()
+
+
+def _path(folder: Path, path: str) -> Path:
+    """A path as the plan writes it: relative to the plan, or in the user's home."""
+    return folder / Path(path).expanduser()
+
+
+def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
+    """The `name` of a table and its other keys; text is a name without others."""
+    options: Table = {"name": value} if isinstance(value, str) else dict(value)
+    if "name" not in options:
+        keys = ("name", *also)
+        hint = did_you_mean(next(iter(options), ""), keys)
+        raise PlanError(f"{where}: key {' or '.join(map(repr, keys))} is missing{hint}")
+    name = options.pop("name")
+    if not isinstance(name, str):
+        raise PlanError(f"{where}.name: expected text, got {name!r}")
+    return name, options
+
+
+def _named(known: Mapping[str, type[Any]], value: str | Table, what: str) -> Any:
+    """An instance of the class that a table's `name` chooses, built from its other keys."""
+    name, options = _name(value, what)
+    return build(choose(known, name, what), options, f"{what} {name!r}")
+
+
+def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) -> dict[str, Any]:
+    """Instances by name; a name used again gets a number."""
+    made: dict[str, Any] = {}
+    for table in tables:
+        name, options = _name(table, what)
+        key, count = name, 1
+        while key in made:
+            count += 1
+            key = f"{name}-{count}"
+        if what == "defence" and name == NO_DEFENCE:
+            if options:
+                raise PlanError(f"defence 'none' takes no options, got {', '.join(options)}")
+            made[key] = None
+        else:
+            made[key] = _named(known, table, what)
+    return made
+
+
+def _load(value: str | Table, folder: Path) -> Dataset:
+    options: Table = {"name": value} if isinstance(value, str) else dict(value)
+    for short in ("folder", "npz"):
+        if short in options and "name" not in options:
+            options |= {"name": short, "path": options.pop(short)}
+    name, options = _name(options, "federation.data", "folder", "npz")
+    for key in ("path", "root"):
+        if isinstance(options.get(key), str):
+            options[key] = _path(folder, options[key])
+    _import_from(folder, name)
+    try:
+        return data.load(name, **options)
+    except Exception as error:
+        if isinstance(error, LeakGaugeError) or ":" not in name:
+            raise
+        raise PlanError(  # whatever the user's own code raised
+            f"federation.data: {name!r} failed ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _import_from(folder: Path, name: str) -> None:
+    """Let `module:callable` find its module beside the plan: also when another plan in this
+    process brought another module of that name."""
+    module, colon, _ = name.partition(":")
+    if not colon:
+        return
+    sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
+    place = folder.joinpath(*module.split("."))
+    here = [place.with_suffix(".py"), place / "__init__.py"]
+    loaded = getattr(sys.modules.get(module), "__file__", None)
+    if loaded and Path(loaded) not in here and any(file.is_file() for file in here):
+        top = module.partition(".")[0]
+        for other in [key for key in sys.modules if key.partition(".")[0] == top]:
+            del sys.modules[other]
+    importlib.invalidate_caches()
+
+
+def _check_normalisation(training: LocalTraining, records: Dataset) -> None:
+    channels = records.inputs.shape[1]
+    for key in ("mean", "std"):
+        count = len(getattr(training, key))
+        if count not in (1, channels):
+            raise PlanError(
+                f"federation.training.{key} has {count} values, but {records.name} has {channels} "
+                f"channels: give one value for all or {channels}"
+            )

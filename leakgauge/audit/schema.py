@@ -1,0 +1,376 @@
+"""`result.json` read back: checked in every part a report relies on, or refused in words.
+
+docs/result-schema.md says what each key means. The version stands in `schema`; an older file is
+migrated, with nothing made up: what it did not measure stays empty. A newer one is refused. Keys
+beyond the documented ones are kept and ignored, so that a version can grow without a new number.
+
+A shape below is a type; `[shape]` for a list; a tuple of shapes for a list of that length; a set of
+words, one of which it must be; `{key: shape}` for a table, where "key?" may be absent; `Maybe` if
+it may be null; `Each` for a table whose keys are free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from leakgauge.errors import InputError
+
+SCHEMA = 2
+
+Result: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Maybe:
+    shape: Any
+
+
+@dataclass(frozen=True)
+class Each:
+    shape: Any
+
+
+REALISM = {"realistic", "informed", "oracle"}
+RISK = {"very high", "high", "medium", "low"}
+SPAN = (float, float)
+
+SPREAD = {
+    "mean": float,
+    "median": float,
+    "quartiles": SPAN,
+    "interval": SPAN,
+    "least": float,
+    "most": float,
+    "count": int,
+}
+ROW = {
+    "round": int,
+    "defence": str,
+    "attack": str,
+    "trials": int,
+    "failed": int,
+    "not_applicable": int,
+    "reason": Maybe(str),
+}
+MEASURED_ROW = ROW | {
+    "realism": REALISM,
+    "records": int,
+    "scores": Each(SPREAD),
+    "baselines": {"mean image": Each(float), "random image": Each(float), "identified": float},
+    "labels": Maybe({"accuracy": float, "random": float, "class prior": float}),
+    "success_rate?": float,
+    "risk?": {"median": RISK, "worst": RISK},
+    "leaking?": float,
+    "utility?": Maybe({"accuracy": float, "change": Maybe(float)}),
+    "caveats": [str],
+}
+TRIAL = {
+    "id": str,
+    "kind": {"trial", "control", "ladder"},
+    "round": int,
+    "defence": str,
+    "attack": str,
+    "seed": int,
+    "realism": REALISM,
+    "status": {"done", "not applicable", "failed"},
+    "error": Maybe(str),
+    "traceback?": str,
+    "times": {"wall_seconds": float, "cpu_seconds": float},
+}
+FINISHED_TRIAL = TRIAL | {
+    "records": int,
+    "guesses": int,
+    "scores": Each([float]),
+    "baselines": {"mean image": Each([float]), "random image": Each([float]), "identified": float},
+    "labels": Maybe(
+        {"guess": [int], "truth": [int], "accuracy": float, "random": float, "class prior": float}
+    ),
+    "residual": float,
+    "history": [float],
+    "notes": [str],
+    "facts": dict,
+    "caveats": [str],
+    "images": {"sheet": str, "truths": [str], "guesses": [str]},
+}
+WORST = {
+    "round": int,
+    "defence": str,
+    "attack": str,
+    "median": float,
+    "interval": SPAN,
+    "most": float,
+    "share": float,
+    "records": int,
+}
+RESULT = {
+    "schema": int,
+    "leakgauge": str,
+    "versions": Each(str),
+    "name": str,
+    "fingerprint": str,
+    "plan": dict,
+    "federation": {
+        "model": str,
+        "data": str,
+        "records": int,
+        "shape": (int, int, int),
+        "classes": [str],
+        "parameters": int,
+    },
+    "threat": Maybe(
+        {
+            "actor": {"server", "aggregate", "client"},
+            "client": int,
+            "holds": [str],
+            "withheld": [str],
+            "realism": REALISM,
+            "knowledge": Each(str),
+        }
+    ),
+    "verdict": Maybe(
+        {
+            "outcome": {"leaks", "below the limit", "inconclusive", "failed"},
+            "exit_code": int,
+            "headline": str,
+            "sentences": [str],
+            "risk": Maybe(RISK),
+            "limit": {"psnr": float, "share": float},
+            "worst": Maybe(WORST),
+        }
+    ),
+    "control": [
+        {
+            "attack": str,
+            "psnr": Maybe(float),
+            "baseline": Maybe(float),
+            "passed": bool,
+            "reason": Maybe(str),
+            "trial": str,
+        }
+    ],
+    "summary": [ROW],
+    "explanation": Maybe(
+        {
+            "attack": str,
+            "rungs": [
+                {
+                    "factor": str,
+                    "label": str,
+                    "median": Maybe(float),
+                    "change": Maybe(float),
+                    "trials": int,
+                }
+            ],
+            "sentence": str,
+        }
+    ),
+    "sensitivity": Maybe({"noise": float, "cosine_distance": float, "words": str}),
+    "trials": [TRIAL],
+    "not_run": [{"id": str, "attack": str, "reason": str}],
+    "references": [str],
+    "times": {
+        "cpu_seconds": float,
+        "wall_seconds": Maybe(float),
+        "forecast": Maybe({"cpu_seconds": float, "megabytes": float, "error": Maybe(float)}),
+        "finished": Maybe(str),
+    },
+}
+
+
+def load(path: Path) -> Result:
+    """The result in a file, at the current version; refused in words if it is not one."""
+    try:
+        return check(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+    except FileNotFoundError:
+        raise InputError(f"no result at {path}: give the path of a result.json") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder: give the path of the result.json in it") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply to be a result of an audit") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise InputError(
+            f"{path} is not valid JSON ({error}): it was cut short or edited; finish the audit "
+            "with --resume to write it again"
+        ) from error
+
+
+def check(value: Any) -> Result:
+    """A result at the current version, migrated if it is older; InputError names what is wrong."""
+    _expect(value, dict, "")
+    _expect(value, {"schema": int}, "")
+    version = value["schema"]
+    if version > SCHEMA:
+        raise InputError(
+            f"written by a newer LeakGauge: its schema is {version}, this version reads up to "
+            f"{SCHEMA}; upgrade leakgauge"
+        )
+    if version != SCHEMA and version not in MIGRATIONS:
+        known = ", ".join(map(str, [*MIGRATIONS, SCHEMA]))
+        raise InputError(f"schema: expected one of {known}, got {version}")
+    while version != SCHEMA:
+        value = MIGRATIONS[version](value)
+        version = value["schema"]
+    _expect(value, RESULT, "")
+    for i, row in enumerate(value["summary"]):
+        if "scores" in row:
+            _expect(row, MEASURED_ROW, f"summary[{i}]")
+    for i, trial in enumerate(value["trials"]):
+        if trial["status"] == "done":
+            _expect(trial, FINISHED_TRIAL, f"trials[{i}]")
+            _agree(trial, f"trials[{i}]")
+    result: Result = value
+    return result
+
+
+def _from_1(old: Result) -> Result:
+    """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats."""
+    _expect(old, {"plan": {"federation": dict}, "federation": dict, "times": dict}, "")
+    _expect(old, {"summary": [dict], "trials": [dict]}, "")
+    model = old["plan"]["federation"].get("model")
+    name = model.get("name") if isinstance(model, dict) else model
+    return old | {
+        "schema": 2,
+        "federation": {"model": name} | old["federation"],
+        "threat": None,
+        "verdict": None,
+        "control": [],
+        "summary": [
+            row | {"caveats": []} if "scores" in row else row for row in old["summary"]
+        ],
+        "explanation": None,
+        "sensitivity": None,
+        "trials": [{"kind": "trial", "caveats": []} | trial for trial in old["trials"]],
+        "not_run": [],
+        "references": [],
+        "times": {"wall_seconds": None, "forecast": None, "finished": None} | old["times"],
+    }  # fmt: skip
+
+
+MIGRATIONS: dict[int, Callable[[Result], Result]] = {1: _from_1}
+
+
+def _agree(trial: dict[str, Any], path: str) -> None:
+    """What a shape cannot say: one score a record, a guess beside each truth, no way out of OUT."""
+    tables = {"scores": trial["scores"]} | {
+        f"baselines.{kind}": trial["baselines"][kind] for kind in ("mean image", "random image")
+    }
+    for where, table in tables.items():
+        for metric, values in table.items():
+            if len(values) != trial["records"]:
+                raise InputError(
+                    f"{path}.{where}.{metric}: expected {trial['records']} numbers, one a record, "
+                    f"got {len(values)}"
+                )
+    pictures = trial["images"]
+    truths, guesses = len(pictures["truths"]), len(pictures["guesses"])
+    if truths != guesses or truths > trial["records"]:
+        raise InputError(
+            f"{path}.images: expected a guess beside each truth, at most {trial['records']} pairs, "
+            f"got {truths} truths and {guesses} guesses"
+        )
+    for name in [pictures["sheet"], *pictures["truths"], *pictures["guesses"]]:
+        if not _inside(name):
+            raise InputError(
+                f"{path}.images: expected a path below the folder of the result, got {name!r}"
+            )
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and not set(name) & set("\\:\0")
+
+
+def _expect(value: Any, shape: Any, path: str) -> None:
+    """Raise unless the value has the shape; the message begins with the path of the key."""
+    match shape:
+        case Maybe(inner):
+            if value is not None:
+                _expect(value, inner, path)
+        case set():
+            if not isinstance(value, str) or value not in shape:
+                _refuse(value, f"one of {', '.join(map(repr, sorted(shape)))}", path)
+        case tuple():
+            if not isinstance(value, list) or len(value) != len(shape):
+                _refuse(value, f"a list of {len(shape)}", path)
+            for i, (item, inner) in enumerate(zip(value, shape, strict=True)):
+                _expect(item, inner, f"{path}[{i}]")
+        case [inner]:
+            if not isinstance(value, list):
+                _refuse(value, "a list", path)
+            if inner is float and all(type(v) is float and math.isfinite(v) for v in value):
+                return  # most of a result is such lists
+            for i, item in enumerate(value):
+                _expect(item, inner, f"{path}[{i}]")
+        case Each(inner):
+            _expect(value, dict, path)
+            for key, item in value.items():
+                _expect(item, inner, _join(path, key))
+        case dict():
+            if not isinstance(value, dict):
+                _refuse(value, "a table", path)
+            for key, inner in shape.items():
+                name = key.removesuffix("?")
+                if name in value:
+                    _expect(value[name], inner, _join(path, name))
+                elif not key.endswith("?"):
+                    raise InputError(f"{_join(path, name)}: expected, but it is missing")
+        case _:
+            _expect_type(value, shape, path)
+
+
+def _expect_type(value: Any, kind: type[Any], path: str) -> None:
+    if kind is float:
+        if type(value) not in (int, float) or not abs(value) < 1e300:  # finite, and printable
+            _refuse(value, "a finite number", path)
+    elif type(value) is not kind:
+        _refuse(value, _KINDS[kind], path)
+    elif kind is str:
+        _text(value, path)
+    elif kind is dict:
+        _plain(value, path)
+
+
+def _plain(value: Any, path: str) -> None:
+    """Free content (a plan, facts): any JSON, as long as it can be printed."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _text(key, path)
+            _plain(item, _join(path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _plain(item, f"{path}[{i}]")
+    elif isinstance(value, str):
+        _text(value, path)
+    elif type(value) in (int, float):
+        _expect_type(value, float, path)
+
+
+def _text(value: str, path: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can spell it, no file can hold it
+        _refuse(value, "text", path)
+
+
+_KINDS = {bool: "true or false", dict: "a table", int: "a whole number", str: "text"}
+
+
+def _refuse(value: Any, expected: str, path: str) -> None:
+    shown = json.dumps(value)
+    got = shown if len(shown) <= 60 else f"{shown[:57]}…"
+    raise InputError(f"{path or 'the file'}: expected {expected}, got {got}")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _no_constant(name: str) -> None:
+    raise InputError(f"expected finite numbers, got {name}")

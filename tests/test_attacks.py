@@ -1,0 +1,534 @@
+"""Attacks: what every one of them promises, and for each a case where theory gives the answer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakgauge import metrics, models
+from leakgauge.attacks import ATTACKS, DLG, IDLG, Analytic, InvertingGradients
+from leakgauge.attacks._layers import first_linear, last_linear
+from leakgauge.attacks._spaces import LowResolution
+from leakgauge.attacks.analytic import decay, grouped, unexplained
+from leakgauge.data.digits import digits as load_digits
+from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.fl import Scenario, simulate
+from leakgauge.metrics.identify import reidentified
+from leakgauge.threat import check, covered, observe
+from leakgauge.types import (
+    Attack,
+    Batch,
+    Dataset,
+    Knowledge,
+    LocalTraining,
+    Reconstruction,
+    Resources,
+    Round,
+    ThreatModel,
+)
+
+SHAPE = (1, 8, 8)
+RECOGNISED = 20.0  # dB: "very high" on the project's scale of risk
+
+
+@cache
+def digits() -> Dataset:
+    """Real images, small enough to attack in a second."""
+    return load_digits()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def network(name: str, seed: int = 0, **options: Any) -> nn.Module:
+    return models.make(name, shape=SHAPE, classes=10, rng=seeded(seed), **options)
+
+
+def played(
+    model: nn.Module,
+    training: LocalTraining | None = None,
+    *,
+    seed: int = 0,
+    records: int | None = None,
+) -> Round:
+    scenario = Scenario(
+        lambda: model, digits(), training or LocalTraining(), clients=2, records=records
+    )
+    return simulate(scenario, seeded(seed))
+
+
+def attacked(
+    attack: Attack, round_: Round, *, seed: int = 0, grants: frozenset[Knowledge] | None = None
+) -> tuple[Reconstruction, Batch]:
+    """What the attack makes of client 0's update, and the truth: they meet in tests only."""
+    threat = ThreatModel(grants=attack.needs if grants is None else grants)
+    check("attack", attack, threat)
+    return attack.reconstruct(observe(round_, threat), seeded(seed)), covered(round_, threat)
+
+
+def paired(guess: Tensor, truth: Tensor) -> Tensor:
+    """PSNR of each truth by the best one-to-one pairing."""
+    return metrics.psnr(guess[metrics.assign.optimal(guess, truth)], truth)
+
+
+# ---------------------------------------------------------------- the contract
+
+
+def quick(name: str, **options: Any) -> Attack:
+    """The attack with a few iterations."""
+    known = {f.name for f in dataclasses.fields(ATTACKS[name])}  # type: ignore[arg-type]
+    return ATTACKS[name](**{k: v for k, v in ({"iterations": 4} | options).items() if k in known})
+
+
+def tiny() -> nn.Module:
+    """Linear at both ends, so that every attack applies."""
+    return network("mlp", hidden=(12,), activation="sigmoid")
+
+
+def exactly(attack: Attack) -> ThreatModel:
+    """The threat model that grants what the attack needs, and nothing else."""
+    actor = "client" if "own" in attack.needs else "server"
+    return ThreatModel(actor=actor, grants=attack.needs - {"own"})
+
+
+class Forbidden:
+    """A truth that cannot be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"the truth was read: {name}")
+
+
+def same(left: Reconstruction, right: Reconstruction) -> bool:
+    def plain(guess: Reconstruction) -> tuple[Any, ...]:
+        labels = None if guess.labels is None else guess.labels.tolist()
+        return (
+            guess.inputs.numpy().tobytes(),
+            guess.inputs.shape,
+            labels,
+            guess.residual,
+            guess.history,
+            guess.notes,
+            guess.facts,
+        )
+
+    return plain(left) == plain(right)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_same_seed_same_bytes_whatever_the_global_generator_holds(name: str) -> None:
+    attack = quick(name)
+    seen = observe(played(tiny()), exactly(attack))
+    guesses = []
+    for state in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(state)
+            before = torch.random.get_rng_state()
+            guesses.append(attack.reconstruct(seen, seeded(7)))
+            assert torch.equal(torch.random.get_rng_state(), before)
+    assert same(*guesses)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "analytic"])
+def test_another_seed_starts_elsewhere(name: str) -> None:
+    attack = quick(name)
+    seen = observe(played(tiny()), exactly(attack))
+    assert not same(attack.reconstruct(seen, seeded(1)), attack.reconstruct(seen, seeded(2)))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_observation_is_left_untouched(name: str, training: bool) -> None:
+    attack = quick(name)
+    seen = observe(played(tiny()), exactly(attack))
+    seen.model.train(training)
+    model, update = copy.deepcopy((seen.model.state_dict(), seen.update))
+    attack.reconstruct(seen, seeded())
+    for old, new in ((model, seen.model.state_dict()), (update, seen.update)):
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+    assert all(module.training is training for module in seen.model.modules())
+    assert all(p.requires_grad and p.grad is None for p in seen.model.parameters())
+    assert not any(m._forward_hooks for m in seen.model.modules())
+    assert not any(u.requires_grad for u in seen.update.values())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_runs_with_everything_withheld_that_it_does_not_declare(name: str) -> None:
+    attack = quick(name)
+    threat = exactly(attack)
+    seen = observe(played(tiny()), threat)
+    for item in ("training", "records", "labels", "own"):
+        assert (getattr(seen, item) is not None) == (item in attack.needs)
+    check(name, attack, threat)
+    guess = attack.reconstruct(seen, seeded())
+    assert guess.inputs.shape == (1, *SHAPE)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_is_refused_when_a_need_is_withheld(name: str) -> None:
+    attack = quick(name)
+    assert attack.needs
+    for item in attack.needs - {"own"}:
+        threat = ThreatModel(grants=attack.needs - {item})
+        with pytest.raises(Withheld, match=rf"{name}.*needs '{item}'.*threat.grants"):
+            check(name, attack, threat)
+        with pytest.raises(Withheld):  # and by the attack itself, if nobody asked
+            attack.reconstruct(observe(played(tiny()), threat), seeded())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_never_sees_the_truth(name: str) -> None:
+    """Everything downstream of the round works although its truths cannot be read."""
+    attack = quick(name)
+    if {"labels", "own"} & attack.needs:
+        pytest.skip("this attack is granted a part of the truth")
+    round_ = played(tiny())
+    blind = dataclasses.replace(round_, truths=(Forbidden(), Forbidden()))
+    with pytest.raises(AssertionError, match="the truth was read"):
+        covered(blind, ThreatModel())
+    guess = attack.reconstruct(observe(blind, exactly(attack)), seeded())
+    assert same(guess, attack.reconstruct(observe(round_, exactly(attack)), seeded()))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_guess_is_what_the_type_says(name: str) -> None:
+    attack = quick(name)
+    guess = attack.reconstruct(observe(played(tiny()), exactly(attack)), seeded())
+    assert guess.inputs.dtype == torch.float32
+    assert float(guess.inputs.min()) >= 0
+    assert float(guess.inputs.max()) <= 1
+    assert not guess.inputs.requires_grad
+    if guess.labels is not None:
+        assert guess.labels.dtype == torch.int64
+        assert guess.labels.shape == (1,)
+    assert math.isfinite(guess.residual)
+    assert all(isinstance(note, str) for note in guess.notes)
+    json.dumps(guess.facts)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_works_within_the_given_resources(name: str) -> None:
+    attack = quick(name, iterations=50)
+    seen = observe(played(tiny()), exactly(attack))
+    calls: list[tuple[int, int, float]] = []
+    resources = Resources(
+        dtype=torch.float64, seconds=0.0, progress=lambda *call: calls.append(call)
+    )
+    guess = attack.reconstruct(seen, seeded(), resources)
+    if guess.history:
+        assert calls == [(1, 50, guess.history[0])]
+        assert "stopped by the time budget" in guess.notes[-1]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_is_a_frozen_dataclass_of_plain_knobs(name: str) -> None:
+    attack = ATTACKS[name]()
+    assert attack == ATTACKS[name]()
+    json.dumps(dataclasses.asdict(attack))  # type: ignore[call-overload]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attack.iterations = 1  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- exact cases, one an attack
+
+
+def exact_analytic() -> None:
+    guess, truth = attacked(Analytic(), played(network("mlp", hidden=(32,))))
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > 100
+    assert guess.residual < 1e-6
+
+
+def exact_dlg() -> None:
+    """The paper's network and initialisation: image and label, from noise."""
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
+    guess, truth = attacked(DLG(iterations=150), round_)
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > 60
+    assert guess.labels is not None
+    assert guess.labels.tolist() == truth.labels.tolist()
+    assert guess.residual < 1e-6 * guess.history[0]
+
+
+def exact_idlg() -> None:
+    round_ = played(network("lenet-zhu", seed=2, init="wide-uniform"), seed=2)
+    guess, truth = attacked(IDLG(iterations=120), round_)
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > 60
+    assert guess.labels is not None
+    assert guess.labels.tolist() == truth.labels.tolist()
+
+
+def exact_inverting_gradients() -> None:
+    """A digit that is nearer to its own truth than to any of 300 others."""
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
+    guess, truth = attacked(InvertingGradients(iterations=100, tv=1e-4), round_)
+    start, _ = attacked(InvertingGradients(iterations=1, tv=1e-4), round_)
+    score, first = (float(metrics.psnr(g.inputs, truth.inputs)) for g in (guess, start))
+    assert score > RECOGNISED
+    assert score > first + 10
+    assert guess.labels is not None
+    assert guess.labels.tolist() == truth.labels.tolist()
+    others = digits().inputs[:300]
+    others = others[(others != truth.inputs).flatten(1).any(1)]
+    gallery = torch.cat([truth.inputs, others])
+    assert reidentified(guess.inputs, torch.tensor([0]), gallery).tolist() == [1]
+
+
+EXACT: dict[str, Callable[[], None]] = {
+    "analytic": exact_analytic,
+    "dlg": exact_dlg,
+    "idlg": exact_idlg,
+    "inverting-gradients": exact_inverting_gradients,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_case(name: str) -> None:
+    EXACT[name]()
+
+
+def test_every_attack_has_an_exact_case() -> None:
+    assert EXACT.keys() == ATTACKS.keys()
+
+
+# ---------------------------------------------------------------- analytic
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        LocalTraining(lr=0.1, steps=5),
+        LocalTraining(lr=0.1, steps=5, momentum=0.9),
+        LocalTraining(lr=0.1, weight_decay=0.3),
+        LocalTraining(lr=0.1, steps=5, momentum=0.9, weight_decay=0.3),
+        LocalTraining(lr=0.1, mean=(0.3,), std=(0.2,)),
+        LocalTraining(lr=0.1, steps=3, weight_decay=0.1, mean=(0.3,), std=(0.2,)),
+    ],
+    ids=["steps", "momentum", "decay", "momentum and decay", "normalised", "all"],
+)
+def test_analytic_is_exact_after_any_training_by_sgd(training: LocalTraining) -> None:
+    round_ = played(network("mlp", hidden=(32,), activation="sigmoid"), training)
+    guess, truth = attacked(Analytic(), round_)
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > 100
+
+
+def isolating(images: Tensor) -> nn.Module:
+    """Units that only one of the images switches on, two of each, beside units that mix all."""
+    wanted = torch.eye(len(images)) - 0.5  # (images, units): pre-activations, positive for one
+    mixed = torch.tensor([[1.0, 2.0, 1.0], [1.0, 1.0, 3.0], [2.0, 1.0, 1.0]])
+    flat = images.flatten(1)
+    weights = torch.linalg.pinv(flat) @ torch.cat([wanted, 2 * wanted, mixed], 1)
+    model = network("mlp", hidden=(weights.shape[1],))
+    with torch.no_grad():
+        model.fc1.weight.copy_(weights.T)
+        model.fc1.bias.zero_()
+    return model
+
+
+def test_analytic_finds_every_record_of_a_batch_that_has_its_own_units() -> None:
+    training = LocalTraining(batch_size=3)
+    images = played(tiny(), training).truths[0].inputs  # the same seed draws the same records
+    round_ = played(isolating(images), training)
+    assert torch.equal(round_.truths[0].inputs, images)
+    guess, truth = attacked(Analytic(), round_)
+    assert guess.inputs.shape == truth.inputs.shape
+    assert float(paired(guess.inputs, truth.inputs).min()) > 100
+    assert guess.residual < 1e-5
+
+
+def test_analytic_residual_says_when_records_are_missing() -> None:
+    """A batch on units that all records share: mixtures, and not enough of them to explain it."""
+    training = LocalTraining(batch_size=8)
+    round_ = played(network("mlp", hidden=(4,), activation="sigmoid"), training)
+    guess, truth = attacked(Analytic(), round_)
+    assert len(guess.inputs) <= 4 < len(truth)
+    assert float(metrics.pairwise_mse(guess.inputs, truth.inputs).min()) > 1e-4
+    # With everything in one group, a single mixture explains little.
+    one, _ = attacked(Analytic(tolerance=1e9), round_)
+    assert len(one.inputs) == 1
+    assert one.residual > 0.05
+
+
+def test_rows_are_grouped_by_agreement_the_largest_group_first() -> None:
+    a, b, c = torch.eye(3)
+    rows = torch.stack([a, b, c * 5, b * 1.0001, c * 5.001, b])
+    assert torch.equal(grouped(rows, 1e-3), torch.stack([b, c * 5, a]))
+
+
+def test_unexplained_is_the_share_outside_the_span() -> None:
+    found = torch.eye(4)[:2].double()
+    inside = torch.tensor([[2.0, -3.0, 0.0, 0.0]]).double()
+    outside = torch.tensor([[0.0, 0.0, 3.0, 0.0], [4.0, 0.0, 0.0, 0.0]]).double()
+    assert unexplained(inside, found) == pytest.approx(0, abs=1e-12)
+    assert unexplained(outside, found) == pytest.approx(3 / 5)
+
+
+def test_decay_is_the_share_that_weights_lose_without_a_gradient() -> None:
+    assert decay(LocalTraining(lr=0.1), 7) == 0
+    assert decay(LocalTraining(lr=0.1, weight_decay=0.3), 2) == pytest.approx(1 - 0.97**2)
+
+
+def test_analytic_refuses_updates_that_are_not_sums_of_gradients() -> None:
+    with pytest.raises(NotApplicable, match="'adam' is rescaled"):
+        attacked(Analytic(), played(tiny(), LocalTraining(optimiser="adam")))
+
+
+def test_analytic_refuses_a_layer_that_no_gradient_reached() -> None:
+    model = network("mlp", hidden=(12,))
+    nn.init.constant_(model.fc1.bias, -100.0)  # every ReLU is off
+    with pytest.raises(NotApplicable, match=r"'fc1.bias' is zero everywhere"):
+        attacked(Analytic(), played(model))
+
+
+def frozen_first() -> nn.Module:
+    model = tiny()
+    model.fc1.requires_grad_(False)
+    return model
+
+
+def without_bias() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12, bias=False), nn.Linear(12, 10))
+
+
+@pytest.mark.parametrize("make", [lambda: network("lenet-zhu"), frozen_first, without_bias])
+def test_analytic_refuses_models_without_a_linear_layer_on_the_image(
+    make: Callable[[], nn.Module],
+) -> None:
+    with pytest.raises(NotApplicable, match="fed the image itself; this model has none"):
+        attacked(Analytic(), played(make()))
+
+
+# ---------------------------------------------------------------- the others
+
+
+def test_idlg_refuses_two_records_and_names_the_rule_that_takes_them() -> None:
+    round_ = played(tiny(), LocalTraining(batch_size=2))
+    with pytest.raises(NotApplicable, match="covers 2: use the rule 'counts'"):
+        attacked(quick("idlg"), round_)
+    guess, truth = attacked(quick("idlg", labels="counts"), round_)
+    assert guess.inputs.shape == truth.inputs.shape
+
+
+def test_dlg_and_idlg_take_adam_where_lbfgs_does_not_move() -> None:
+    round_ = played(tiny())
+    for attack in (DLG(40, 0.2, optimiser="adam"), IDLG(40, 0.2, optimiser="adam")):
+        guess, _ = attacked(attack, round_)
+        assert len(guess.history) == 40
+        assert min(guess.history) < 0.3 * guess.history[0]
+
+
+def test_inverting_gradients_unrolls_several_local_steps() -> None:
+    training = LocalTraining(lr=0.1, steps=3)
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), training, seed=1)
+    guess, truth = attacked(InvertingGradients(iterations=100, tv=1e-4), round_)
+    assert guess.facts["derivative"] == "exact"
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED
+
+
+def test_inverting_gradients_searches_the_space_it_is_told_to() -> None:
+    attack = InvertingGradients(iterations=1, labels="known", space="low-resolution")
+    guess, _ = attacked(attack, played(tiny()), seed=5)  # one iteration: the start itself
+    space = LowResolution()
+    free = space.draw((1, *SHAPE), "normal", seeded(5))
+    assert torch.equal(guess.inputs, space.decode(free, SHAPE[1:]))
+
+
+def test_total_variation_smooths_the_guess_of_inverting_gradients() -> None:
+    round_ = played(network("lenet-zhu", init="wide-uniform"))
+
+    def roughness(tv: float) -> float:
+        guess, _ = attacked(InvertingGradients(iterations=60, tv=tv), round_)
+        return float(guess.inputs.diff(dim=-1).abs().mean())
+
+    assert roughness(1.0) < 0.5 * roughness(0.0)
+
+
+def test_known_labels_are_used_as_granted() -> None:
+    attack = InvertingGradients(iterations=3, labels="known")
+    assert attack.needs == {"training", "records", "labels"}
+    guess, truth = attacked(attack, played(tiny(), LocalTraining(batch_size=5)))
+    assert guess.labels is not None
+    assert guess.labels.tolist() == truth.labels.tolist()
+
+
+def softmax_inside() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1))
+
+
+def frozen_head() -> nn.Module:
+    model = tiny()
+    model.fc2.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", [softmax_inside, frozen_head])
+@pytest.mark.parametrize("name", ["idlg", "inverting-gradients"])
+def test_labels_cannot_be_read_without_a_trained_linear_last_layer(
+    name: str, make: Callable[[], nn.Module]
+) -> None:
+    with pytest.raises(NotApplicable, match=r"End the model in nn.Linear.*grant the labels"):
+        attacked(quick(name), played(make()))
+    guess, truth = attacked(quick(name, labels="known"), played(make()))
+    assert guess.inputs.shape == truth.inputs.shape
+
+
+# ---------------------------------------------------------------- layers are found by what they do
+
+
+class Backwards(nn.Module):
+    """Layers declared last to first, and one that runs beside the path to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 10)
+        self.aside = nn.Linear(6, 10)
+        self.inner = nn.ModuleDict({"in": nn.Linear(64, 6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner["in"](x.reshape(len(x), -1)).relu()
+        y: Tensor = self.out(h)
+        self.aside(h)
+        return y
+
+
+def test_first_and_last_linear_layer_are_found_whatever_their_names() -> None:
+    model = Backwards()
+    first, last = first_linear(model, SHAPE), last_linear(model, SHAPE)
+    assert (first.weight, first.bias, first.module) == (
+        "inner.in.weight",
+        "inner.in.bias",
+        "inner.in",
+    )
+    assert (last.weight, last.bias, last.module) == ("out.weight", "out.bias", "out")
+    parameters = dict(model.named_parameters())
+    assert parameters[first.weight] is model.inner["in"].weight
+    assert parameters[last.weight] is model.out.weight
+
+
+def test_a_head_without_bias_is_found() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
+    assert last_linear(model, SHAPE).bias is None
+
+
+def test_one_linear_layer_is_first_and_last() -> None:
+    model = network("mlp", hidden=())
+    assert first_linear(model, SHAPE) == last_linear(model, SHAPE)
+
+
+def test_looking_for_layers_leaves_the_model_alone() -> None:
+    model = network("resnet-10", width=0.0625)
+    before = copy.deepcopy(model.state_dict())
+    last_linear(model, SHAPE)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())
+    with pytest.raises(NotApplicable):
+        first_linear(model, SHAPE)

@@ -1,0 +1,658 @@
+"""Running a plan: what is scored, what is kept, what stops an audit and what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from skimage.metrics import peak_signal_noise_ratio
+from torch import nn
+
+from leakgauge import metrics, threat
+from leakgauge.audit import Store, Watch, images, parse, run
+from leakgauge.audit.result import spread, summarise
+from leakgauge.audit.run import _rng, _thinned, cases
+from leakgauge.errors import InputError, NotApplicable
+from leakgauge.fl import simulate
+from leakgauge.types import Batch, Reconstruction
+
+
+def tiny(folder: Path | None = None, **changes: Any):
+    """A plan on digits with a small perceptron; `changes` replaces keys of its tables."""
+    table: dict[str, Any] = {
+        "federation": {
+            "data": "digits",
+            "model": {"name": "mlp", "hidden": [8]},
+            "training": {"batch_size": 4},
+        },
+        "attack": [{"name": "analytic"}],
+        "audit": {"seeds": [0], "gallery": 20},
+    }
+    for key, value in changes.items():
+        table[key] = table[key] | value if isinstance(value, dict) and key in table else value
+    return parse(table, "tiny", folder or Path.cwd())
+
+
+def guessing(guess: Callable[..., Reconstruction]):
+    """An attack that is a function of what is seen."""
+
+    class Guess:
+        needs = frozenset()
+
+        def reconstruct(self, seen, rng, resources=None):
+            return guess(seen, rng, resources)
+
+    return Guess()
+
+
+def with_attacks(plan, **attacks):
+    return dataclasses.replace(plan, attacks=attacks)
+
+
+def truth_of(plan, seed: int = 0, stage: int = 0) -> Batch:
+    """What the audit keeps from the attacks: the records of the attacked round."""
+    round_ = simulate(plan.scenario(stage, "none"), _rng(seed, "federation"))
+    return threat.covered(round_, plan.document.threat)
+
+
+def constant(value: float):
+    """Grey images, as many as there are records."""
+    return guessing(
+        lambda seen, *_: Reconstruction(torch.full((seen.records, *seen.shape), value), None, 0.0)
+    )
+
+
+def crash(seen, rng, resources):
+    raise RuntimeError("the line search exploded")
+
+
+def refuse(seen, rng, resources):
+    raise NotApplicable("this model has no wings")
+
+
+def only(result: dict[str, Any]) -> dict[str, Any]:
+    (trial,) = result["trials"]
+    return trial
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key != "times"}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def comparable(path: Path) -> bytes:
+    return json.dumps(without_times(json.loads(path.read_text(encoding="utf-8")))).encode()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# The same plan, the same bytes.
+
+NOISY = {
+    "federation": {"rounds": [0, 1], "clients": 2, "training": {"batch_size": 2, "lr": 0.1}},
+    "attack": [{"name": "analytic"}, {"name": "inverting-gradients", "iterations": 3}],
+    "defence": [{"name": "none"}, {"name": "clip-and-noise"}],
+    "audit": {"seeds": [3, 4], "gallery": 20},
+}
+
+
+def test_the_same_plan_gives_the_same_bytes_apart_from_times(tmp_path):
+    for name, seed in (("one", 1), ("two", 2)):
+        torch.manual_seed(seed)  # the global generator has no say
+        run(tiny(**NOISY), Store(tmp_path / name))
+    one, two = (comparable(tmp_path / name / "result.json") for name in ("one", "two"))
+    assert one == two
+    pictures = [files(tmp_path / name / "images") for name in ("one", "two")]
+    assert pictures[0] == pictures[1]
+    trials = json.loads(one)["trials"]
+    assert len(trials) == 16
+    for key in ("seed", "round", "defence"):  # each of them matters, so the same is no accident
+        groups = {}
+        for trial in trials:
+            if trial["attack"] == "inverting-gradients":
+                groups.setdefault(trial[key], []).append(trial["scores"]["psnr"])
+        first, second = groups.values()
+        assert first != second
+
+
+def test_a_trial_does_not_depend_on_the_others(tmp_path):
+    together = run(tiny(**NOISY), Store(tmp_path / "together"))
+    alone = run(tiny(**NOISY | {"attack": NOISY["attack"][1:]}), Store(tmp_path / "alone"))
+    expected = [t for t in together["trials"] if t["attack"] == "inverting-gradients"]
+    assert without_times(alone["trials"]) == without_times(expected)
+
+
+def test_what_run_returns_is_what_it_writes(tmp_path):
+    result = run(tiny(), Store(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    trial = only(result)
+    assert json.loads((tmp_path / "out" / "trials" / f"{trial['id']}.json").read_text()) == trial
+
+
+# Going on where it stopped.
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_killed_audit_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
+    plan = tiny(audit={"seeds": [0, 1, 2]})
+    run(plan, Store(tmp_path / "whole"))
+
+    def killed(case, index, total):
+        if index == 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(plan, Store(tmp_path / "out"), watch=Watch(begin=killed))
+    assert not (tmp_path / "out" / "result.json").exists()
+    (first,) = (tmp_path / "out" / "trials").iterdir()
+    before = first.read_bytes()
+
+    begun, ended = [], []
+    watch = Watch(
+        begin=lambda case, index, total: begun.append((case.seed, index, total)),
+        end=lambda case, trial: ended.append(case.seed),
+    )
+    run(plan, Store(tmp_path / "out"), resume=True, watch=watch)
+    assert begun == [(1, 1, 3), (2, 2, 3)]
+    assert ended == [0, 1, 2]
+    assert first.read_bytes() == before
+    assert comparable(tmp_path / "out" / "result.json") == comparable(
+        tmp_path / "whole" / "result.json"
+    )
+    assert files(tmp_path / "out" / "images") == files(tmp_path / "whole" / "images")
+
+
+def test_overwrite_runs_everything_again(tmp_path):
+    begun = []
+    watch = Watch(begin=lambda case, index, total: begun.append(case.id))
+    for overwrite in (False, True):
+        run(tiny(), Store(tmp_path), overwrite=overwrite, watch=watch)
+    assert begun == ["round0.none.analytic.seed0"] * 2
+
+
+def test_a_failed_trial_is_tried_again(tmp_path):
+    plan = tiny()
+    broken = with_attacks(plan, analytic=guessing(crash))
+    assert only(run(broken, Store(tmp_path)))["status"] == "failed"
+    assert only(run(plan, Store(tmp_path), resume=True))["status"] == "done"
+
+
+# Scores.
+
+
+def test_the_truth_in_any_order_scores_the_cap(tmp_path):
+    plan = tiny(audit={"seeds": [0, 1]})
+    truths = iter([truth_of(plan, seed) for seed in (0, 1)])
+
+    def oracle(seen, rng, resources):
+        truth = next(truths)
+        return Reconstruction(truth.inputs[[2, 0, 3, 1]], truth.labels[[2, 0, 3, 1]], 0.0)
+
+    result = run(with_attacks(plan, oracle=guessing(oracle)), Store(tmp_path))
+    for trial in result["trials"]:
+        assert trial["scores"]["psnr"] == [metrics.PSNR_CAP] * 4
+        assert trial["scores"]["mse"] == [0] * 4
+        assert trial["scores"]["ssim"] == pytest.approx([1] * 4)
+        assert trial["scores"]["identified"] == [1] * 4
+        assert trial["labels"]["accuracy"] == 1
+        assert trial["baselines"]["identified"] == 1 / 24
+        pictures = trial["images"]
+        for true, guessed in zip(pictures["truths"], pictures["guesses"], strict=True):
+            assert (tmp_path / true).read_bytes() == (tmp_path / guessed).read_bytes()
+    (row,) = result["summary"]
+    assert row["scores"]["identified"]["mean"] == 1
+    assert row["success_rate"] == 1
+    assert row["risk"] == {"median": "very high", "worst": "very high"}
+
+
+def test_a_truth_without_a_guess_is_scored_as_the_mean_image(tmp_path):
+    plan = tiny()
+    truth = truth_of(plan)
+    half = guessing(lambda *_: Reconstruction(truth.inputs[[3, 1]], truth.labels[:2], 0.0))
+    trial = only(run(with_attacks(plan, half=half), Store(tmp_path)))
+    assert trial["records"] == 4
+    assert trial["guesses"] == 2
+    assert trial["scores"]["identified"] == [0, 1, 0, 1]
+    for name in ("psnr", "ssim", "mse", "affine-psnr"):
+        got, mean = trial["scores"][name], trial["baselines"]["mean image"][name]
+        assert [got[0], got[2]] == [mean[0], mean[2]]
+    assert trial["scores"]["psnr"][1] == trial["scores"]["psnr"][3] == metrics.PSNR_CAP
+    assert trial["labels"]["accuracy"] == 0.5
+    # Nor does the mean image count as recognised where it happens to be nearest.
+    silent = guessing(lambda *_: Reconstruction(torch.empty(0, 1, 8, 8), None, 0.0))
+    trial = only(run(with_attacks(plan, silent=silent), Store(tmp_path / "silent")))
+    assert trial["scores"]["psnr"] == trial["baselines"]["mean image"]["psnr"]
+    assert trial["scores"]["identified"] == [0] * 4
+    assert trial["labels"] is None
+
+
+@pytest.mark.parametrize("assignment", ["optimal", "best-match"])
+def test_one_guess_serves_one_truth_unless_the_plan_says_otherwise(tmp_path, assignment):
+    pixels = np.random.default_rng(0).random((24, 4, 4), dtype=np.float32)
+    pixels[::2] = pixels[0]
+    np.savez(tmp_path / "twins.npz", images=pixels, labels=np.arange(24) % 2)
+    plan = tiny(
+        tmp_path,
+        federation={"data": {"npz": "twins.npz"}, "training": {"batch_size": 8}},
+        audit={"assignment": assignment},
+    )
+    twin = torch.from_numpy(pixels[:1])
+    copies = int((truth_of(plan).inputs == twin).flatten(1).all(1).sum())
+    assert copies >= 2
+    one = guessing(lambda *_: Reconstruction(twin[None], None, 0.0))
+    trial = only(run(with_attacks(plan, one=one), Store(tmp_path / "out")))
+    found = trial["scores"]["psnr"].count(metrics.PSNR_CAP)
+    assert found == (1 if assignment == "optimal" else copies)
+
+
+def test_baselines_are_those_of_all_other_images(tmp_path):
+    plan = tiny(audit={"gallery": 5000})
+    truth = truth_of(plan).inputs
+    trial = only(run(plan, Store(tmp_path)))
+    others = np.unique(plan.data.inputs.numpy().reshape(-1, 64), axis=0)
+    secret = {image.tobytes() for image in truth.numpy().reshape(-1, 64)}
+    others = np.stack([image for image in others if image.tobytes() not in secret])
+    assert trial["baselines"]["identified"] == 1 / (len(others) + 4)
+    mean = others.mean(0).reshape(1, 8, 8)
+    expected = [peak_signal_noise_ratio(t, mean, data_range=1) for t in truth.double().numpy()]
+    assert trial["baselines"]["mean image"]["psnr"] == pytest.approx(expected, rel=1e-5)
+    for i, score in enumerate(trial["baselines"]["random image"]["mse"]):
+        all_scores = ((others - truth[i].numpy().reshape(64)) ** 2).mean(1)
+        assert np.isclose(all_scores, score).any()
+        assert score > 0
+
+
+def test_scores_are_of_the_guess_not_of_the_baseline(tmp_path):
+    plan = tiny()
+    truth = truth_of(plan).inputs.double().numpy()
+    trial = only(run(with_attacks(plan, grey=constant(0.25)), Store(tmp_path)))
+    grey = np.full((1, 8, 8), 0.25)
+    expected = [peak_signal_noise_ratio(t, grey, data_range=1) for t in truth]
+    assert trial["scores"]["psnr"] == pytest.approx(expected)
+
+
+def test_too_few_images_for_a_baseline_is_said(tmp_path):
+    images_ = np.random.default_rng(0).random((4, 8, 8))
+    np.savez(tmp_path / "few.npz", images=images_, labels=np.array([0, 1, 0, 1]))
+    plan = tiny(tmp_path, federation={"data": {"npz": "few.npz"}, "training": {"batch_size": 4}})
+    with pytest.raises(NotApplicable, match="no image beside the 4 attacked ones"):
+        run(plan, Store(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_guess_in_another_precision_is_scored(tmp_path):
+    plan = tiny()
+    truth = truth_of(plan)
+    double = guessing(lambda *_: Reconstruction(truth.inputs.double(), None, 0.0))
+    trial = only(run(with_attacks(plan, double=double), Store(tmp_path)))
+    assert trial["scores"]["psnr"] == [metrics.PSNR_CAP] * 4
+
+
+# What an attack is given.
+
+
+def test_an_attack_sees_what_the_threat_model_grants(tmp_path):
+    caught = []
+
+    def spy(seen, rng, resources):
+        caught.append((seen, resources))
+        return Reconstruction(torch.rand(seen.records or 1, *seen.shape, generator=rng), None, 0.0)
+
+    for grants, realism in ((["records"], "realistic"), (["records", "labels"], "oracle")):
+        plan = with_attacks(tiny(audit={"seconds": 9.0}), spy=guessing(spy))
+        held = threat.ThreatModel(grants=frozenset(grants))
+        plan = dataclasses.replace(plan, document=dataclasses.replace(plan.document, threat=held))
+        trial = only(run(plan, Store(tmp_path / realism)))
+        seen, resources = caught.pop()
+        assert trial["realism"] == realism
+        assert seen.training is None
+        assert seen.records == 4
+        assert (seen.labels is not None) == ("labels" in grants)
+        assert (resources.device, resources.seconds) == ("cpu", 9.0)
+
+
+def test_the_aggregate_is_judged_by_the_records_of_all_clients(tmp_path):
+    changes = {
+        "federation": {"clients": 3, "training": {"batch_size": 2}},
+        "threat": {"actor": "aggregate"},
+    }
+    plan = tiny(**changes)
+    trial = only(run(with_attacks(plan, grey=constant(0.5)), Store(tmp_path)))
+    assert trial["records"] == 6
+    assert len(trial["scores"]["psnr"]) == 6
+
+
+def test_the_watcher_is_told_of_training_and_of_iterations(tmp_path):
+    rounds, iterations = [], []
+    watch = Watch(
+        train=lambda done, total: rounds.append((done, total)),
+        attack=lambda done, total, objective: iterations.append((done, total, objective)),
+    )
+    plan = tiny(
+        federation={"rounds": [2]}, attack=[{"name": "inverting-gradients", "iterations": 3}]
+    )
+    trial = only(run(plan, Store(tmp_path), watch=watch))
+    assert rounds == [(1, 2), (2, 2)]
+    assert [(done, total) for done, total, _ in iterations] == [(1, 3), (2, 3), (3, 3)]
+    assert [objective for _, _, objective in iterations] == trial["history"]
+
+
+def test_the_threads_are_those_of_the_plan(tmp_path):
+    seen = []
+
+    def count(*_):
+        seen.append(torch.get_num_threads())
+        return Reconstruction(torch.zeros(1, 1, 8, 8), None, 0.0)
+
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1):
+            plan = with_attacks(tiny(audit={"threads": threads}), count=guessing(count))
+            run(plan, Store(tmp_path / str(threads)))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1]
+
+
+# What goes wrong.
+
+
+def test_a_crash_is_kept_and_the_audit_goes_on(tmp_path):
+    plan = tiny(audit={"seeds": [0, 1]})
+    result = run(with_attacks(plan, bad=guessing(crash), good=constant(0.5)), Store(tmp_path))
+    statuses = [(trial["attack"], trial["status"]) for trial in result["trials"]]
+    assert statuses == [("bad", "failed"), ("good", "done")] * 2
+    bad = result["trials"][0]
+    assert bad["error"] == "RuntimeError: the line search exploded"
+    assert "in crash" in bad["traceback"]
+    assert "scores" not in bad
+    assert set(bad["times"]) == {"wall_seconds", "cpu_seconds"}
+    rows = {row["attack"]: row for row in result["summary"]}
+    assert (rows["bad"]["failed"], rows["bad"]["trials"]) == (2, 2)
+    assert rows["bad"]["reason"] == bad["error"]
+    assert "scores" not in rows["bad"]
+    assert (rows["good"]["failed"], rows["good"]["reason"]) == (0, None)
+    assert {p.name for p in (tmp_path / "trials").iterdir()} == {
+        f"round0.none.{attack}.seed{seed}.json" for attack in ("bad", "good") for seed in (0, 1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("guess", "words"),
+    [
+        (Reconstruction(torch.full((4, 1, 8, 8), torch.nan), None, 0.0), "NaN"),
+        (Reconstruction(torch.zeros(4, 3, 8, 8), None, 0.0), "one shape"),
+        (Reconstruction(torch.zeros(4, 1, 8, 8), torch.tensor([-1]), 0.0), "RuntimeError"),
+    ],
+)
+def test_a_guess_that_cannot_be_scored_is_the_attacks_failure(tmp_path, guess, words):
+    attacks = {"bad": guessing(lambda *_: guess), "good": constant(0.5)}
+    bad, good = run(with_attacks(tiny(), **attacks), Store(tmp_path))["trials"]
+    assert bad["status"] == "failed"
+    assert words in bad["error"]
+    assert good["status"] == "done"
+
+
+def test_an_attack_that_diverges_does_not_stop_the_others(tmp_path):
+    def diverge(*_):
+        raise InputError("the objective became nan")
+
+    attacks = {"bad": guessing(diverge), "good": constant(0.5)}
+    bad, good = run(with_attacks(tiny(), **attacks), Store(tmp_path))["trials"]
+    assert (bad["status"], bad["error"]) == ("failed", "InputError: the objective became nan")
+    assert good["status"] == "done"
+
+
+def test_what_an_attack_did_not_know_is_null(tmp_path):
+    def unsure(seen, *_):
+        inputs = torch.zeros(4, 1, 8, 8)
+        return Reconstruction(inputs, None, np.nan, (1.0, np.inf), facts={"step": np.nan, "n": 3})
+
+    trial = only(run(with_attacks(tiny(), unsure=guessing(unsure)), Store(tmp_path)))
+    assert trial["residual"] is None
+    assert trial["history"] == [1.0, None]
+    assert trial["facts"] == {"step": None, "n": 3}
+    assert trial["status"] == "done"
+
+
+def test_a_method_that_does_not_apply_is_recorded_with_its_reason(tmp_path):
+    plan = with_attacks(tiny(), flying=guessing(refuse), good=constant(0.5), also=guessing(refuse))
+    result = run(plan, Store(tmp_path))
+    statuses = {trial["attack"]: (trial["status"], trial["error"]) for trial in result["trials"]}
+    no = ("not applicable", "this model has no wings")
+    assert statuses == {"flying": no, "good": ("done", None), "also": no}
+    row = result["summary"][0]
+    assert (row["attack"], row["not_applicable"], row["failed"]) == ("flying", 1, 0)
+    assert len(list((tmp_path / "trials").iterdir())) == 3
+    begun = []
+    watch = Watch(begin=lambda case, index, total: begun.append(case.id))
+    assert without_times(run(plan, Store(tmp_path), resume=True, watch=watch)) == without_times(
+        result
+    )
+    assert begun == []
+
+
+def test_an_audit_in_which_nothing_applies_is_an_error_and_leaves_nothing(tmp_path):
+    plan = with_attacks(tiny(audit={"seeds": [0, 1]}), flying=guessing(refuse))
+    with pytest.raises(NotApplicable) as error:
+        run(plan, Store(tmp_path / "out"))
+    assert str(error.value).count("flying: this model has no wings") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_does_not_cost_the_audit_that_was_there(tmp_path):
+    plan = tiny()
+    run(plan, Store(tmp_path))
+    before = files(tmp_path)
+    with pytest.raises(NotApplicable):
+        run(with_attacks(plan, flying=guessing(refuse)), Store(tmp_path), overwrite=True)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("federation", "words"),
+    [
+        ({"training": {"batch_size": 5000}}, "batch_size"),
+        ({"rounds": [3], "training": {"lr": 1e30}}, "Lower the learning rate"),
+        ({"clients": 1797, "training": {"batch_size": 2}}, "fewer clients"),
+    ],
+)
+def test_a_federation_that_cannot_run_stops_the_audit_and_leaves_nothing(
+    tmp_path, federation, words
+):
+    with pytest.raises(InputError, match=words):
+        run(tiny(federation=federation), Store(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+class Mangle:
+    """A defence that sends something else than an update."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_update(self, update, rng):
+        return self.change(update)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda u: {n: v for n, v in u.items() if n != "fc2.bias"}, "no entry for .*fc2.bias"),
+        (lambda u: u | {"fc1.weight": u["fc1.weight"].T}, "fc1.weight.* has shape"),
+        (lambda u: u | {"fc3.weight": torch.ones(1)}, "unexpected entry 'fc3.weight'"),
+        (lambda u: u | {"fc2.bias": u["fc2.bias"] * torch.nan}, "NaN or infinite"),
+    ],
+)
+def test_an_update_that_is_not_the_models_stops_the_audit_and_leaves_nothing(
+    tmp_path, change, words
+):
+    plan = dataclasses.replace(tiny(), defences={"mangle": Mangle(change)})
+    with pytest.raises(InputError, match=words):
+        run(plan, Store(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# Summaries.
+
+
+def trial(seed: int, psnr: list[float], **more: Any) -> dict[str, Any]:
+    base = {"psnr": [score - 5 for score in psnr]}
+    return {
+        "round": 0,
+        "defence": "none",
+        "attack": "a",
+        "seed": seed,
+        "realism": "realistic",
+        "status": "done",
+        "error": None,
+        "records": len(psnr),
+        "scores": {"psnr": psnr},
+        "baselines": {"mean image": base, "random image": base, "identified": 0.1},
+        "labels": None,
+    } | more
+
+
+def test_a_summary_pools_all_images_of_all_seeds():
+    labels = [{"accuracy": a, "random": 0.1, "class prior": 0.2} for a in (0.5, 1.0)]
+    trials = [
+        trial(0, [10.0, 30.0, 11.0], labels=labels[0]),
+        trial(1, [19.0], labels=labels[1]),
+        trial(2, [20.0, 12.0]),
+        trial(3, [99.0], status="failed", error="boom"),
+        trial(4, [99.0], attack="b"),
+        trial(5, [99.0], round=7),
+    ]
+    rows = summarise(trials)
+    assert [(r["round"], r["attack"]) for r in rows] == [(0, "a"), (0, "b"), (7, "a")]
+    row, pooled = rows[0], [10.0, 30.0, 11.0, 19.0, 20.0, 12.0]
+    spread_ = row["scores"]["psnr"]
+    assert spread_["median"] == statistics.median(pooled) == 15.5
+    assert spread_["mean"] == pytest.approx(np.mean(pooled))
+    assert spread_["quartiles"] == pytest.approx(np.percentile(pooled, [25, 75]))
+    assert (spread_["least"], spread_["most"], spread_["count"]) == (10, 30, 6)
+    assert spread_["interval"][0] < 15.5 < spread_["interval"][1]
+    assert row["baselines"]["mean image"]["psnr"] == 10.5
+    assert row["baselines"]["identified"] == 0.1
+    assert (row["trials"], row["failed"], row["reason"]) == (4, 1, "boom")
+    assert row["records"] == 6
+    assert row["success_rate"] == 2 / 6  # 20 dB counts
+    assert row["risk"] == {"median": "high", "worst": "very high"}
+    assert row["labels"] == pytest.approx({"accuracy": 0.75, "random": 0.1, "class prior": 0.2})
+
+
+def test_one_score_is_its_own_spread():
+    got = spread([7.0])
+    assert got == {
+        "mean": 7.0,
+        "median": 7.0,
+        "quartiles": [7.0, 7.0],
+        "interval": [7.0, 7.0],
+        "least": 7.0,
+        "most": 7.0,
+        "count": 1,
+    }
+
+
+def test_a_result_says_what_was_audited(tmp_path):
+    plan = tiny(audit={"metrics": ["ssim"]})
+    result = run(plan, Store(tmp_path))
+    assert result["name"] == "tiny"
+    assert result["fingerprint"] == plan.fingerprint
+    assert result["federation"]["parameters"] == 64 * 8 + 8 + 8 * 10 + 10
+    assert result["federation"]["shape"] == [1, 8, 8]
+    assert result["federation"]["records"] == 1797
+    assert result["plan"]["federation"]["training"]["batch_size"] == 4
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["times"]["cpu_seconds"] == sum(
+        t["times"]["cpu_seconds"] for t in result["trials"]
+    )
+    (row,) = result["summary"]
+    assert set(row["scores"]) == {"ssim", "identified"}
+    assert "risk" not in row  # it is a word for a PSNR
+
+
+def test_cases_of_one_round_stand_together():
+    plan = tiny(**NOISY)
+    keys = [(c.stage, c.defence, c.seed) for c in cases(plan)]
+    assert keys[::2] == keys[1::2]
+    assert len(set(keys)) == len(keys) // 2 == 8
+    assert len({c.id for c in cases(plan)}) == 16
+
+
+def test_the_round_that_two_attacks_share_is_played_once(tmp_path, monkeypatch):
+    played = []
+
+    class Counting(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            played.append(1)
+
+    plan = tiny()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    monkeypatch.setattr(type(plan), "_make_model", lambda self: Counting(*model))
+    run(with_attacks(plan, one=constant(0.1), two=constant(0.2)), Store(tmp_path))
+    assert len(played) == 2  # once to look at it, once for the round
+
+
+def test_a_thinned_history_keeps_the_last_value():
+    assert _thinned(()) == []
+    assert _thinned(tuple(range(200))) == list(range(200))
+    thin = _thinned(tuple(range(1001)))
+    assert len(thin) <= 200
+    assert thin[-1] == 1000
+    assert len(set(np.diff(thin))) == 1
+
+
+# Pictures.
+
+
+def test_pictures_show_what_was_scored(tmp_path):
+    plan = tiny()
+    truth = truth_of(plan).inputs
+    trial = only(run(with_attacks(plan, grey=constant(0.25)), Store(tmp_path)))
+    for i, name in enumerate(trial["images"]["truths"]):
+        pixels = np.asarray(Image.open(tmp_path / name))
+        assert np.array_equal(pixels, np.round(truth[i, 0].numpy() * 255))
+    for name in trial["images"]["guesses"]:
+        assert np.unique(np.asarray(Image.open(tmp_path / name))).tolist() == [64]
+    assert Image.open(tmp_path / trial["images"]["sheet"]).width > 4 * images.TILE
+
+
+def test_a_picture_is_grey_or_rgb_in_eight_bits():
+    colour = torch.tensor([[[0.0]], [[1.0]], [[0.5]]])
+    assert images.picture(colour).getpixel((0, 0)) == (0, 255, 128)
+    assert images.picture(torch.tensor([[[1.7, -0.3]]])).tobytes() == b"\xff\x00"
+    assert images.picture(torch.tensor([[[1.0]], [[0.0]]])).mode == "L"
+
+
+def test_the_sheet_has_truths_above_guesses():
+    white, black = (Image.new("L", (2, 2), level) for level in (255, 0))
+    page = images.sheet([(white, black)] * 9, [10.0] * 9)
+    assert page.getpixel((10, 10)) == (255, 255, 255)
+    assert page.getpixel((10, 10 + images.TILE)) == (0, 0, 0)
+    one_row = images.sheet([(white, black)] * 8, None)
+    assert page.width == one_row.width
+    assert page.height > 1.9 * one_row.height
+
+
+def test_a_large_batch_shows_its_first_images_only(tmp_path):
+    many = torch.zeros(images.LIMIT + 3, 1, 2, 2)
+    paths = images.save(tmp_path / "images" / "one", many, many, None)
+    assert len(paths["truths"]) == len(paths["guesses"]) == images.LIMIT
+    assert paths["sheet"] == "images/one/sheet.png"
+    assert len(list((tmp_path / "images" / "one").iterdir())) == 2 * images.LIMIT + 1

@@ -1,0 +1,373 @@
+"""Defences change the update as they say, and the hooks are called where they stand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.stats import kstest
+from torch import Tensor
+
+from leakgauge.config import build
+from leakgauge.defences import DEFENCES, Clip, ClipAndNoise, Prune
+from leakgauge.defences.clip_and_noise import gaussian_sigma
+from leakgauge.errors import PlanError
+from leakgauge.fl import Scenario, simulate
+from leakgauge.fl.local import train
+from leakgauge.tensors import norm, scale, subtract
+from leakgauge.types import (
+    Batch,
+    BatchDefence,
+    Defence,
+    GradientDefence,
+    LocalTraining,
+    Named,
+    UpdateDefence,
+)
+
+SAMPLES: list[Defence] = [
+    Clip(norm=0.5),
+    Clip(norm=0.5, scope="layer"),
+    ClipAndNoise(epsilon=10.0),
+    ClipAndNoise(epsilon=10.0, calibration="papers"),
+    Prune(share=0.5),
+    Prune(share=0.5, scope="whole"),
+]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def update(rng: torch.Generator) -> Named:
+    """Two layers of different scale; as a whole and one by one longer than 1."""
+    return {
+        "a": 3 * torch.randn(7, 5, generator=rng),
+        "b": torch.randn(11, generator=rng),
+    }
+
+
+def same(left: Named, right: Named) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(v, right[n]) for n, v in left.items())
+
+
+# --- every defence -----------------------------------------------------------------------------
+
+
+def test_every_defence_is_sampled_here():
+    assert {type(s) for s in SAMPLES} == set(DEFENCES.values())
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_a_plan_builds_it_from_its_defaults(name):
+    defence = build(DEFENCES[name], {}, f"defence.{name}")
+    assert isinstance(defence, BatchDefence | GradientDefence | UpdateDefence)
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_the_update_changes_and_the_input_does_not(defence, update):
+    before = {name: value.clone() for name, value in update.items()}
+    sent = defence.on_update(update, seeded(1))
+    assert same(update, before)
+    assert all(not torch.equal(sent[name], update[name]) for name in update)
+    assert list(sent) == list(update)
+    for name, value in sent.items():
+        assert (value.shape, value.dtype) == (update[name].shape, update[name].dtype)
+        assert value.data_ptr() != update[name].data_ptr()
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_same_seed_same_bytes(defence, update):
+    first = defence.on_update(update, seeded(1))
+    assert same(first, defence.on_update(update, seeded(1)))
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_double_precision_stays_double(defence, update):
+    sent = defence.on_update({n: v.double() for n, v in update.items()}, seeded())
+    assert all(value.dtype == torch.float64 for value in sent.values())
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_the_client_sends_the_defended_update(defence, model, batch):
+    training = LocalTraining(lr=0.5, batch_size=4, steps=2)
+    plain = train(model, batch, training, seeded(1)).update
+    sent = train(model, batch, training, seeded(1), defence).update
+    assert same(sent, defence.on_update(plain, seeded(1)))
+    assert not same(sent, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "words"),
+    [
+        ("clip", {"norm": 0}, "norm must be positive and finite, got 0"),
+        ("clip", {"norm": -1.0}, "norm must be positive and finite"),
+        ("clip", {"norm": math.nan}, "norm must be positive and finite, got nan"),
+        ("clip", {"norm": math.inf}, "norm must be positive and finite, got inf"),
+        ("clip", {"scope": "hole"}, "scope: 'hole' is not a choice; did you mean 'whole'"),
+        ("clip-and-noise", {"epsilon": 0}, "epsilon must be positive and finite, got 0"),
+        ("clip-and-noise", {"epsilon": math.nan}, "epsilon must be positive and finite, got nan"),
+        ("clip-and-noise", {"epsilon": math.inf}, "epsilon must be positive and finite, got inf"),
+        ("clip-and-noise", {"norm": math.nan}, "norm must be positive and finite, got nan"),
+        ("clip-and-noise", {"delta": 0}, "delta must lie between 0 and 1, got 0"),
+        ("clip-and-noise", {"delta": 1}, "delta must lie between 0 and 1, got 1"),
+        ("clip-and-noise", {"delta": math.nan}, "delta must lie between 0 and 1"),
+        ("prune", {"share": 1}, r"share must lie in \[0, 1\), got 1"),
+        ("prune", {"share": -0.1}, "share must lie in"),
+        ("prune", {"share": math.nan}, "share must lie in"),
+    ],
+)
+def test_bad_values_are_refused(name, table, words):
+    with pytest.raises(PlanError, match=words):
+        build(DEFENCES[name], table, name)
+
+
+# --- clipping ----------------------------------------------------------------------------------
+
+
+def test_a_long_update_is_cut_to_the_norm_and_keeps_its_direction(update, rng):
+    sent = Clip(norm=0.25).on_update(update, rng)
+    assert norm(sent) == pytest.approx(0.25, rel=1e-6)
+    factor = 0.25 / norm(update)
+    for name, value in update.items():
+        torch.testing.assert_close(sent[name], value * factor)
+
+
+def test_a_layer_is_cut_to_the_norm_by_itself(update, rng):
+    short = {**update, "c": torch.tensor([0.1])}
+    sent = Clip(norm=0.25, scope="layer").on_update(short, rng)
+    for name in update:
+        assert norm({name: sent[name]}) == pytest.approx(0.25, rel=1e-6)
+        torch.testing.assert_close(
+            sent[name] / sent[name].norm(), update[name] / update[name].norm()
+        )
+    assert torch.equal(sent["c"], short["c"])
+
+
+@pytest.mark.parametrize("scope", ["whole", "layer"])
+def test_a_short_update_is_untouched(update, rng, scope):
+    assert same(Clip(norm=1.01 * norm(update), scope=scope).on_update(update, rng), update)
+    zeros = scale(update, 0.0)
+    assert same(Clip(norm=1.0, scope=scope).on_update(zeros, rng), zeros)
+
+
+# --- noise -------------------------------------------------------------------------------------
+
+
+def spent(sigma: float, epsilon: float) -> float:
+    """δ of the Gaussian mechanism of sensitivity 1, from the definition: the mass by which one
+    output's density exceeds e^ε times the other's, ∫ (φ(u) − e^ε φ(u + 1/σ))₊ du, which is
+    ∫ φ(u) (1 − e^{−(u − s)/σ}) du from s = εσ − 1/(2σ)."""
+    start = epsilon * sigma - 1 / (2 * sigma)
+
+    def excess(u: float) -> float:
+        return -math.exp(-u * u / 2) / math.sqrt(2 * math.pi) * math.expm1(-(u - start) / sigma)
+
+    bends = sorted(
+        {start, start + sigma, start + 20 * sigma, max(start, 0.0), max(start, 0.0) + 40}
+    )
+    pieces = [quad(excess, a, b, epsabs=0, epsrel=1e-11, limit=200)[0]
+              for a, b in pairwise(bends)]  # fmt: skip
+    return sum(pieces)
+
+
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.1])
+@pytest.mark.parametrize("epsilon", [0.1, 0.5, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5])
+def test_exact_noise_meets_the_condition_with_equality(epsilon, delta):
+    sigma = ClipAndNoise(epsilon, delta).sigma()
+    assert spent(sigma, epsilon) == pytest.approx(delta, rel=1e-6)
+    assert spent(0.99 * sigma, epsilon) > delta * 1.01  # with less it is not private
+
+
+@pytest.mark.parametrize("calibration", ["exact", "papers"])
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.1])
+def test_a_larger_epsilon_never_adds_more_noise(calibration, delta):
+    sweep = [10 ** (k / 8) for k in range(-16, 121)]  # 0.01 to 1e15
+    sigmas = [ClipAndNoise(e, delta, calibration=calibration).sigma() for e in sweep]
+    assert all(math.isfinite(s) and s > 0 for s in sigmas)
+    assert all(a > b for a, b in pairwise(sigmas))
+
+
+def test_exact_noise_has_its_known_limits():
+    """ε → 0: total variation, 2Φ(1/(2σ)) − 1 = δ. ε → ∞: σ → 1/√(2ε)."""
+    sigma = gaussian_sigma(1e-12, 0.1)
+    assert math.erf(1 / (2 * sigma) / math.sqrt(2)) == pytest.approx(0.1, rel=1e-9)
+    assert gaussian_sigma(1e14, 1e-5) == pytest.approx(1 / math.sqrt(2e14), rel=1e-5)
+
+
+def test_the_noise_of_the_papers_is_their_formula():
+    for epsilon, delta in ((100.0, 1e-5), (0.5, 1e-3)):
+        sigma = ClipAndNoise(epsilon, delta, calibration="papers").sigma()
+        assert sigma**2 == pytest.approx(2 * -math.log(delta) / epsilon**2, rel=1e-12)
+    assert ClipAndNoise(calibration="papers").sigma() != ClipAndNoise(calibration="exact").sigma()
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.2])
+@pytest.mark.parametrize("calibration", ["exact", "papers"])
+def test_the_noise_is_gaussian_of_the_stated_size_around_the_clipped_update(calibration, bound):
+    defence = ClipAndNoise(epsilon=5.0, norm=bound, calibration=calibration)
+    update = {"a": torch.randn(200, 500, generator=seeded(3)), "b": torch.ones(100_000)}
+    sent = defence.on_update(update, seeded(4))
+    noise = subtract(sent, scale(update, bound / norm(update)))
+    spread = defence.sigma() * bound
+    for value in noise.values():
+        assert value.numel() == 100_000
+        assert float(value.std()) == pytest.approx(spread, rel=0.01)
+        assert abs(float(value.mean())) < 4 * spread / value.numel() ** 0.5
+        assert kstest(value.flatten().numpy() / spread, "norm").pvalue > 1e-3
+    overlap = float((noise["a"].flatten() * noise["b"]).mean()) / spread**2
+    assert abs(overlap) < 0.02  # each tensor has noise of its own
+    again = defence.on_update(update, seeded(5))
+    assert not torch.equal(sent["a"], again["a"])
+
+
+def test_a_short_update_is_not_stretched_before_the_noise():
+    update = {"a": torch.full((100_000,), 1e-5)}
+    sent = ClipAndNoise(epsilon=1e10, norm=1.0).on_update(update, seeded())
+    assert float(sent["a"].mean()) == pytest.approx(1e-5, rel=0.01)
+
+
+def test_with_a_huge_epsilon_only_the_clipping_is_left(update):
+    clipped = Clip(norm=1.0).on_update(update, seeded())
+    distances = [
+        norm(subtract(ClipAndNoise(epsilon).on_update(update, seeded(1)), clipped))
+        for epsilon in (1.0, 1e2, 1e5, 1e14)
+    ]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 1e-5
+
+
+# --- pruning -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_exactly_the_share_is_removed_and_the_largest_stay(share):
+    update = {
+        "a": torch.randn(40, 25, generator=seeded()),
+        "b": 9 * torch.randn(2000, generator=seeded(1)),
+    }
+    sent = Prune(share).on_update(update, seeded())
+    for name, value in sent.items():
+        check_pruned(update[name].flatten(), value.flatten(), share)
+    whole = Prune(share, scope="whole").on_update(update, seeded())
+    flat = [torch.cat([u[n].flatten() for n in update]) for u in (update, whole)]
+    check_pruned(*flat, share)
+    if 0 < share < 0.9:
+        assert int((whole["a"] == 0).sum()) > 1000 * share  # the small layer pays for the large one
+
+
+def check_pruned(before: Tensor, after: Tensor, share: float) -> None:
+    gone = after == 0
+    assert int(gone.sum()) == round(share * len(before))
+    assert torch.equal(after[~gone], before[~gone])
+    if gone.any():
+        assert before[gone].abs().max() <= before[~gone].abs().min()
+
+
+@pytest.mark.parametrize("scope", ["layer", "whole"])
+def test_ties_do_not_change_the_share(scope):
+    update = {"a": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])}
+    assert int((Prune(0.3, scope).on_update(update, seeded())["a"] == 0).sum()) == 3
+
+
+# --- the hooks ---------------------------------------------------------------------------------
+
+
+class Doubled:
+    """A gradient defence: what every local step sees is twice the gradient."""
+
+    def __init__(self) -> None:
+        self.seen: list[Named] = []
+
+    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named:
+        self.seen.append(gradient)
+        return scale(gradient, 2.0)
+
+
+class Mirrored:
+    """A batch defence: left and right change places, and so do the classes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch:
+        self.calls += 1
+        return Batch(batch.inputs.flip(-1), 3 - batch.labels)
+
+
+class Everything(Doubled, Mirrored):
+    """All three hooks, and the order in which they are called."""
+
+    def __init__(self) -> None:
+        Doubled.__init__(self)
+        Mirrored.__init__(self)
+        self.order: list[str] = []
+
+    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch:
+        self.order.append("batch")
+        return super().on_batch(batch, rng)
+
+    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named:
+        self.order.append("gradient")
+        return super().on_gradient(gradient, rng)
+
+    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+        self.order.append("update")
+        return scale(update, -1.0)
+
+
+def test_a_gradient_defence_changes_every_local_step(model, batch, rng):
+    training = LocalTraining(lr=0.1, batch_size=4, steps=3)
+    defence = Doubled()
+    defended = train(model, batch, training, rng, defence).update
+    assert len(defence.seen) == 3
+    assert all(set(g) == {n for n, _ in model.named_parameters()} for g in defence.seen)
+    # Powers of two are exact: twice the gradient is twice the learning rate, in every step.
+    faster = train(model, batch, LocalTraining(lr=0.2, batch_size=4, steps=3), rng).update
+    assert same(defended, faster)
+    assert not same(defended, train(model, batch, training, rng).update)
+
+
+def test_a_batch_defence_changes_the_records(model, batch, rng):
+    training = LocalTraining(lr=0.1, batch_size=4, steps=3)
+    defence = Mirrored()
+    kept = copy.deepcopy(batch)
+    defended = train(model, batch, training, rng, defence).update
+    assert defence.calls == 1
+    changed = Batch(batch.inputs.flip(-1), 3 - batch.labels)
+    assert same(defended, train(model, changed, training, rng).update)
+    assert not same(defended, train(model, batch, training, rng).update)
+    assert torch.equal(batch.inputs, kept.inputs)
+    assert torch.equal(batch.labels, kept.labels)
+
+
+def test_the_hooks_are_called_in_the_order_of_the_training(model, batch, rng):
+    training = LocalTraining(lr=0.1, batch_size=4, steps=2)
+    defence = Everything()
+    defended = train(model, batch, training, rng, defence).update
+    assert defence.order == ["batch", "gradient", "gradient", "update"]
+    by_hand = train(
+        model,
+        Batch(batch.inputs.flip(-1), 3 - batch.labels),
+        LocalTraining(lr=0.2, batch_size=4, steps=2),
+        rng,
+    ).update
+    assert same(defended, scale(by_hand, -1.0))
+
+
+def test_in_a_round_every_client_defends_itself_and_the_truth_stays_what_it_was(model, easy):
+    options = {"training": LocalTraining(lr=0.1, batch_size=4), "clients": 3}
+    plain = simulate(Scenario(lambda: model, easy, **options), seeded())
+    defence = Everything()
+    defended = simulate(Scenario(lambda: model, easy, defence=defence, **options), seeded())
+    assert defence.order == ["batch", "gradient", "update"] * 3
+    for one, other in zip(plain.truths, defended.truths, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.labels, other.labels)
+    for one, truth in zip(defended.updates, defended.truths, strict=True):
+        assert same(one, train(model, truth, options["training"], seeded(), Everything()).update)

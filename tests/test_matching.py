@@ -1,0 +1,537 @@
+"""The matching loop: schedules, optimisers, the choice of the best iterate, budgets and spaces.
+
+Most tests put a scripted engine in place of the real one: what the loop does with values and
+slopes is then known to the digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakgauge import models
+from leakgauge.attacks import _matching
+from leakgauge.attacks._engine import Engine, Slope
+from leakgauge.attacks._matching import (
+    OPTIMISERS,
+    Adam,
+    Lbfgs,
+    Optimiser,
+    constant,
+    cosine,
+    match,
+    staged,
+    steps,
+)
+from leakgauge.attacks._objectives import squared
+from leakgauge.attacks._priors import total_variation
+from leakgauge.attacks._spaces import LowResolution, Pixels, Start, noise
+from leakgauge.errors import InputError, Withheld
+from leakgauge.fl.local import train
+from leakgauge.types import Batch, LocalTraining, Observation, Resources
+
+SHAPE = (2, 4, 6)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Scripted:
+    """An engine that gives the answers of a function, and remembers what it was asked."""
+
+    def __init__(self, answer: Callable[[int, Tensor, Tensor], Slope]):
+        self.answer = answer
+        self.inputs: list[Tensor] = []
+        self.labels: list[Tensor] = []
+        self.mode = "scripted"
+        self.notes = ["a note of the engine"]
+
+    def __call__(self, *_: Any, device: str, dtype: torch.dtype, **__: Any) -> Scripted:
+        self.device, self.dtype = torch.device(device), dtype
+        return self
+
+    def slope(self, inputs: Tensor, labels: Tensor, distance: object) -> Slope:
+        self.inputs.append(inputs.clone())
+        self.labels.append(labels.clone())
+        return self.answer(len(self.inputs) - 1, inputs, labels)
+
+
+def values(script: Sequence[float]) -> Callable[[int, Tensor, Tensor], Slope]:
+    """These objectives one after another, whatever the candidates; a slope that moves them."""
+    return lambda call, inputs, labels: Slope(script[call], torch.ones_like(inputs), None)
+
+
+def towards(goal: Tensor) -> Callable[[int, Tensor, Tensor], Slope]:
+    """½‖x − goal‖²."""
+    return lambda call, inputs, labels: Slope(
+        float((inputs - goal).square().sum() / 2), inputs - goal, None
+    )
+
+
+def valley(call: int, inputs: Tensor, labels: Tensor) -> Slope:
+    """Rosenbrock's function of the pixels in pairs: 0 where all are 1."""
+    x = inputs.double().view(-1, 2).requires_grad_()
+    a, b = x.unbind(1)
+    value = ((1 - a) ** 2 + 100 * (b - a**2) ** 2).sum()
+    (slope,) = torch.autograd.grad(value, x)
+    return Slope(float(value.detach()), slope.view_as(inputs).to(inputs.dtype), None)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
+    def install(answer: Callable[[int, Tensor, Tensor], Slope]) -> Scripted:
+        engine = Scripted(answer)
+        monkeypatch.setattr(_matching, "Engine", engine)
+        return engine
+
+    return install
+
+
+def seen(records: int = 1, **changes: Any) -> Observation:
+    fields = {"training": LocalTraining(), "records": records} | changes
+    return Observation(nn.Identity(), {}, SHAPE, 5, **fields)
+
+
+def run(optimiser: Optimiser, iterations: int, **options: Any) -> Any:
+    defaults = {"labels": torch.tensor([3]), "rng": seeded()}
+    return match(
+        options.pop("seen", seen()),
+        squared,
+        optimiser=optimiser,
+        iterations=iterations,
+        **defaults | options,
+    )
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def test_constant() -> None:
+    assert [constant(0.3)(done) for done in (0.0, 0.5, 0.99)] == [0.3] * 3
+    assert constant()(0.7) == 1
+
+
+def test_steps_divide_by_ten_at_three_five_and_seven_eighths() -> None:
+    got = [steps()(k / 8) for k in range(8)]
+    assert got == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001])
+    assert steps((0.5,), 0.2)(0.499) == 1
+    assert steps((0.5,), 0.2)(0.5) == 0.2
+
+
+def test_cosine_falls_from_one_to_zero() -> None:
+    assert [cosine()(k / 4) for k in range(5)] == pytest.approx(
+        [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]
+    )
+    late = cosine(begin=0.5)
+    assert [late(done) for done in (0.0, 0.5, 0.75, 1.0)] == pytest.approx([1, 1, 0.5, 0])
+
+
+def test_staged_gives_each_value_an_equal_share() -> None:
+    schedule = staged((5.0, 2.0, 1.0))
+    assert [schedule(k / 6) for k in range(6)] == [5, 5, 2, 2, 1, 1]
+    assert schedule(1.0) == 1
+
+
+# ---------------------------------------------------------------- optimisers
+
+
+def test_adam_takes_the_steps_of_torch(script: Callable[..., Scripted]) -> None:
+    goal = torch.rand(1, *SHAPE, generator=seeded(1)) * 3 - 1
+    engine = script(towards(goal))
+    run(Adam(lr=0.2, weight_decay=0.1), 12, box="none")
+    x = engine.inputs[0].clone().requires_grad_()
+    theirs = torch.optim.Adam([x], lr=0.2, weight_decay=0.1)
+    for ours in engine.inputs:
+        assert torch.allclose(ours, x.detach(), atol=1e-6)
+        x.grad = x.detach() - goal
+        theirs.step()
+
+
+def test_the_learning_rate_follows_the_schedule(script: Callable[..., Scripted]) -> None:
+    """On a slope of constant sign a step of Adam is as long as its learning rate."""
+    engine = script(values([1.0] * 8))
+    run(Adam(lr=0.01, schedule=steps()), 8, box="none")
+    moved = [float((a - b).mean()) for a, b in zip(engine.inputs, engine.inputs[1:], strict=False)]
+    expected = [0.01 * steps()(k / 8) for k in range(7)]
+    assert moved == pytest.approx(expected, rel=1e-2, abs=1e-7)
+
+
+def test_signed_adam_sees_signs_only(script: Callable[..., Scripted]) -> None:
+    goal = torch.full((1, *SHAPE), 9.0)
+    weights = torch.logspace(-3, 3, goal[0].numel()).view_as(goal)
+
+    def uneven(call: int, inputs: Tensor, labels: Tensor) -> Slope:
+        # The first slope is uneven in size, the later ones smaller by far: Adam would remember.
+        return Slope(1.0, (inputs - goal) * weights * 0.01**call, None)
+
+    for signed in (True, False):
+        engine = script(uneven)
+        run(Adam(lr=0.1, signed=signed), 4, box="none")
+        moves = engine.inputs[3] - engine.inputs[2]
+        assert bool(torch.allclose(moves, torch.full_like(moves, 0.1), rtol=1e-4)) is signed
+
+
+def test_lbfgs_solves_a_small_sigmoid_problem_to_high_accuracy() -> None:
+    shape = (1, 6, 6)
+    model = models.make("mlp", shape=shape, classes=4, hidden=(30,), activation="sigmoid",
+                        init="wide-uniform", rng=seeded()).double()  # fmt: skip
+    truth = Batch(torch.rand(1, *shape, generator=seeded(7)).double(), torch.tensor([2]))
+    training = LocalTraining()
+    update = train(model, truth, training, seeded()).update
+    observation = Observation(model, update, shape, 4, training=training, records=1)
+    guess = match(
+        observation,
+        squared,
+        labels=truth.labels,
+        optimiser=Lbfgs(),
+        iterations=150,
+        box="none",
+        dtype=torch.float64,
+        rng=seeded(),
+    )
+    assert guess.residual < 1e-18
+    assert (guess.inputs - truth.inputs.float()).abs().max() < 1e-6
+    assert len(guess.history) <= 150
+
+
+def test_lbfgs_starts_again_when_it_gives_up(script: Callable[..., Scripted]) -> None:
+    """A slope of zero ends its search; a fresh one from there uses the iterations left."""
+
+    def lying(call: int, inputs: Tensor, labels: Tensor) -> Slope:
+        slope = valley(call, inputs, labels)
+        return Slope(slope.value, slope.inputs * (call != 10), None)
+
+    engine = script(lying)
+    guess = run(Lbfgs(), 200, box="none", dtype=torch.float64)
+    assert len(engine.inputs) > 20
+    assert torch.allclose(guess.inputs, torch.ones(1, *SHAPE), atol=1e-4)
+
+
+def test_lbfgs_stops_where_nothing_moves(script: Callable[..., Scripted]) -> None:
+    engine = script(lambda call, inputs, labels: Slope(1.0, torch.zeros_like(inputs), None))
+    assert run(Lbfgs(), 200).residual == 1
+    assert len(engine.inputs) < 5
+
+
+def test_optimisers_are_named() -> None:
+    assert isinstance(OPTIMISERS["adam"](lr=0.3), Adam)
+    assert OPTIMISERS["adam"](lr=0.3).lr == 0.3
+    assert OPTIMISERS["lbfgs"](lr=0.3) == Lbfgs(lr=0.3)
+
+
+# ---------------------------------------------------------------- the best iterate
+
+
+def test_best_iterate_is_the_one_of_lowest_objective(script: Callable[..., Scripted]) -> None:
+    engine = script(values([5.0, 3.0, 1.0, 2.0, 4.0]))
+    guess = run(Adam(lr=0.05), 5)
+    assert guess.residual == 1
+    assert torch.equal(guess.inputs, engine.inputs[2])
+    assert guess.history == (5, 3, 1, 2, 4)
+
+
+def test_objective_is_distance_plus_weighted_priors(script: Callable[..., Scripted]) -> None:
+    """The prior decides between iterates, the residual stays the distance."""
+    engine = script(values([1.0, 2.0, 3.0]))
+    penalties = iter([2.0, 0.25, 0.0])
+    weights: list[float] = []
+
+    def prior(x: Tensor) -> Tensor:
+        return next(penalties) + 0 * x.sum()
+
+    def weight(done: float) -> float:
+        weights.append(done)
+        return 2.0
+
+    guess = run(Adam(lr=0.05), 3, priors=((prior, weight),))
+    assert guess.history == (1 + 4, 2 + 0.5, 3 + 0)
+    assert guess.residual == 2
+    assert torch.equal(guess.inputs, engine.inputs[1])
+    assert weights == pytest.approx([0, 1 / 3, 2 / 3])
+
+
+def test_the_slope_of_a_prior_is_added(script: Callable[..., Scripted]) -> None:
+    goal = torch.full((1, *SHAPE), 0.5)
+    script(towards(goal))
+    # ½(x − 0.5)² + 1.5·½(x − 0.1)²: the minimum lies at (0.5 + 1.5·0.1)/2.5.
+    pull = ((lambda x: 0.5 * (x - 0.1).square().sum(), constant(1.5)),)
+    guess = run(Lbfgs(), 30, priors=pull, box="none", start="uniform")
+    assert torch.allclose(guess.inputs, torch.full_like(goal, 0.65 / 2.5), atol=1e-5)
+
+
+def test_the_restart_of_lowest_objective_wins(script: Callable[..., Scripted]) -> None:
+    engine = script(values([3.0, 2.0, 5.0, 1.0, 4.0, 4.5]))
+    guess = run(Adam(lr=0.05), 2, restarts=3)
+    assert guess.residual == 1
+    assert guess.history == (5, 1)
+    assert torch.equal(guess.inputs, engine.inputs[3])
+    assert guess.facts["objectives"] == [2, 1, 4]
+    assert guess.facts["iterations"] == 6
+    starts = [engine.inputs[k] for k in (0, 2, 4)]
+    assert not torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[1], starts[2])
+
+
+def test_what_the_engine_says_is_passed_on(script: Callable[..., Scripted]) -> None:
+    script(values([1.0]))
+    guess = run(Adam(), 1)
+    assert guess.notes == ("a note of the engine",)
+    assert guess.facts["derivative"] == "scripted"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_objective_that_is_no_number_is_an_error_in_words(
+    script: Callable[..., Scripted], value: float
+) -> None:
+    script(values([1.0, 0.5, value]))
+    with pytest.raises(InputError, match=rf"became {value} at iteration 2: lower its learning"):
+        run(Adam(), 5)
+
+
+def test_an_infinite_prior_is_an_error_in_words(script: Callable[..., Scripted]) -> None:
+    script(values([1.0]))
+    with pytest.raises(InputError, match="objective became nan"):
+        run(Adam(), 1, priors=((lambda x: (0 * x.sum()).log() * 0, constant()),))
+
+
+# ---------------------------------------------------------------- labels
+
+
+def test_labels_are_searched_as_softmax_of_free_logits(script: Callable[..., Scripted]) -> None:
+    goal = torch.tensor([[0.1, 0.2, 0.1, 0.5, 0.1], [0.3, 0.1, 0.4, 0.1, 0.1]])
+
+    def answer(call: int, inputs: Tensor, labels: Tensor) -> Slope:
+        return Slope(
+            float((labels - goal).square().sum()), torch.zeros_like(inputs), 2 * (labels - goal)
+        )
+
+    engine = script(answer)
+    guess = run(Lbfgs(), 60, labels=None, box="none", seen=seen(2))
+    assert torch.allclose(engine.labels[-1], goal, atol=1e-3)
+    assert all(torch.allclose(y.sum(1), torch.ones(2)) for y in engine.labels)
+    assert guess.labels.tolist() == [3, 2]
+
+
+def test_given_labels_are_kept(script: Callable[..., Scripted]) -> None:
+    engine = script(values([1.0, 1.0]))
+    guess = run(Adam(), 2)
+    assert guess.labels.tolist() == [3]
+    assert all(y.tolist() == [3] for y in engine.labels)
+
+
+# ---------------------------------------------------------------- the box
+
+
+def test_clamp_keeps_every_candidate_in_the_box(script: Callable[..., Scripted]) -> None:
+    goal = torch.full((1, *SHAPE), 4.0)
+    goal[0, 0] = -4.0
+    engine = script(towards(goal))
+    guess = run(Adam(lr=0.3), 10)
+    assert all(float(x.min()) >= 0 and float(x.max()) <= 1 for x in engine.inputs)
+    assert torch.equal(guess.inputs, goal.clamp(0, 1))
+
+
+def test_clamp_leaves_the_logits_free(script: Callable[..., Scripted]) -> None:
+    goal = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0]])
+
+    def answer(call: int, inputs: Tensor, labels: Tensor) -> Slope:
+        return Slope(
+            float((labels - goal).square().sum()), torch.zeros_like(inputs), 2 * (labels - goal)
+        )
+
+    engine = script(answer)
+    run(Adam(lr=0.5), 60, labels=None)
+    assert float(engine.labels[-1][0, 3]) > 0.95  # logits in [0, 1] would end at 0.4
+
+
+def test_without_a_box_candidates_may_leave_it_and_the_guess_may_not(
+    script: Callable[..., Scripted],
+) -> None:
+    engine = script(towards(torch.full((1, *SHAPE), 4.0)))
+    guess = run(Adam(lr=0.3), 10, box="none")
+    assert float(engine.inputs[-1].min()) > 1
+    assert float(guess.inputs.max()) == 1
+
+
+# ---------------------------------------------------------------- budgets and reports
+
+
+def test_the_time_budget_stops_early_with_a_note_and_a_valid_guess(
+    script: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for optimiser in (Adam(lr=0.1), Lbfgs()):
+        goal = torch.full((2, *SHAPE), 0.3)
+        engine = script(towards(goal))
+        monkeypatch.setattr(  # every evaluation takes a second
+            _matching,
+            "time",
+            SimpleNamespace(monotonic=lambda engine=engine: float(len(engine.inputs))),
+        )
+        guess = run(
+            optimiser, 10, restarts=2, seen=seen(2), labels=torch.tensor([1, 2]),
+            resources=Resources(seconds=2.5),
+        )  # fmt: skip
+        assert len(engine.inputs) == 3
+        assert guess.notes[-1] == "stopped by the time budget of 2.5 s after 3 of 20 iterations"
+        assert guess.facts["iterations"] == 3
+        assert guess.inputs.shape == (2, *SHAPE)
+        best = min(range(3), key=lambda k: guess.history[k])
+        assert torch.equal(guess.inputs, engine.inputs[best])
+
+
+def test_even_a_spent_budget_gives_one_iteration(script: Callable[..., Scripted]) -> None:
+    engine = script(values([1.0] * 3))
+    guess = run(Adam(), 3, resources=Resources(seconds=0.0))
+    assert len(engine.inputs) == 1
+    assert guess.residual == 1
+
+
+def test_an_ample_budget_leaves_no_note(script: Callable[..., Scripted]) -> None:
+    script(values([1.0] * 3))
+    guess = run(Adam(), 3, resources=Resources(seconds=600.0))
+    assert guess.notes == ("a note of the engine",)
+
+
+@pytest.mark.parametrize("optimiser", [Adam(lr=0.1), Lbfgs()], ids=["adam", "lbfgs"])
+def test_progress_counts_every_iteration_up_to_the_total(
+    script: Callable[..., Scripted], optimiser: Optimiser
+) -> None:
+    engine = script(valley)  # where line searches take several evaluations each
+    calls: list[tuple[int, int, float]] = []
+    guess = run(
+        optimiser,
+        7,
+        restarts=2,
+        box="none",
+        resources=Resources(progress=lambda *call: calls.append(call)),
+    )
+    assert [call[0] for call in calls] == list(range(1, 15))
+    assert {call[1] for call in calls} == {14}
+    assert len(engine.inputs) == 14
+    objectives = tuple(call[2] for call in calls)
+    assert guess.history in (objectives[:7], objectives[7:])
+
+
+def test_the_attack_sets_the_precision_and_resources_may_change_it(
+    script: Callable[..., Scripted],
+) -> None:
+    single, double = torch.float32, torch.float64
+    for own, granted, expected in (
+        (single, None, single),
+        (double, None, double),
+        (single, double, double),
+        (double, single, single),
+    ):
+        engine = script(values([1.0]))
+        guess = run(Adam(), 1, dtype=own, resources=Resources(dtype=granted))
+        assert engine.inputs[0].dtype == expected
+        assert guess.inputs.dtype == single
+
+
+def test_same_seed_same_run_other_seed_other_run(script: Callable[..., Scripted]) -> None:
+    goal = torch.rand(1, *SHAPE, generator=seeded(1))
+    script(towards(goal))
+    one, same, other = (run(Adam(), 4, rng=seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one.inputs, same.inputs)
+    assert one.history == same.history
+    assert one.history != other.history
+
+
+@pytest.mark.parametrize("withheld", ["training", "records"])
+def test_withheld_knowledge_is_refused(withheld: str) -> None:
+    with pytest.raises(Withheld, match="'training' and 'records'"):
+        run(Adam(), 1, seen=seen(**{withheld: None}))
+
+
+@pytest.mark.parametrize("options", [{"iterations": 0}, {"iterations": 1, "restarts": 0}])
+def test_no_iteration_or_restart_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="iterations and restarts of at least 1"):
+        run(Adam(), **options)
+
+
+# ---------------------------------------------------------------- spaces and priors
+
+
+@pytest.mark.parametrize("start", ["normal", "uniform", "grey"])
+def test_first_candidates_lie_in_the_box_as_named(start: Start) -> None:
+    x = noise((50, 3, 8, 8), start, seeded())
+    assert float(x.min()) >= 0
+    assert float(x.max()) <= 1
+    assert float(x.mean()) == pytest.approx(0.5, abs=0.01)
+    # Clamping takes a little off the Gaussian's 0.25.
+    expected = {"normal": 0.24, "uniform": 1 / math.sqrt(12), "grey": 0.01}[start]
+    assert float(x.std()) == pytest.approx(expected, rel=0.03)
+    assert torch.equal(x, noise((50, 3, 8, 8), start, seeded()))
+
+
+def test_pixels_are_what_they_are() -> None:
+    x = Pixels().draw((2, 3, 8, 8), "uniform", seeded())
+    assert torch.equal(x, noise((2, 3, 8, 8), "uniform", seeded()))
+    assert Pixels().decode(x, (8, 8)) is x
+
+
+@pytest.mark.parametrize(
+    ("factor", "size", "small"),
+    [(4, (16, 8), (4, 2)), (2, (7, 9), (3, 4)), (8, (4, 4), (1, 1)), (1, (5, 6), (5, 6))],
+)
+def test_low_resolution_shapes(factor: int, size: tuple[int, int], small: tuple[int, int]) -> None:
+    space = LowResolution(factor)
+    free = space.draw((2, 3, *size), "uniform", seeded())
+    assert free.shape == (2, 3, *small)
+    assert space.decode(free, size).shape == (2, 3, *size)
+
+
+def test_low_resolution_of_a_constant_is_constant_and_overshoot_is_clamped() -> None:
+    space = LowResolution(4)
+    assert torch.allclose(space.decode(torch.full((1, 1, 2, 2), 0.3), (8, 8)), torch.tensor(0.3))
+    edge = torch.zeros(1, 1, 4, 4)
+    edge[..., 2:] = 1.0
+    decoded = space.decode(edge, (16, 16))
+    free = nn.functional.interpolate(edge, (16, 16), mode="bicubic", align_corners=False)
+    assert float(free.max()) > 1
+    assert float(free.min()) < 0
+    assert torch.equal(decoded, free.clamp(0, 1))
+
+
+def test_low_resolution_has_a_derivative() -> None:
+    space = LowResolution(2)
+    free = (0.3 + 0.4 * torch.rand(1, 2, 3, 3, generator=seeded())).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: space.decode(x, (6, 6)), (free,))
+
+
+def test_low_resolution_is_searched_at_low_resolution(script: Callable[..., Scripted]) -> None:
+    """A goal that an up-sampled image can reach is reached, through the slope of the decoding."""
+    space = LowResolution(2)
+    small = 0.3 + 0.4 * torch.rand(1, 2, 2, 3, generator=seeded(4))
+    goal = space.decode(small, SHAPE[1:])
+    engine = script(towards(goal))
+    guess = run(Lbfgs(), 40, space=space, box="none")
+    assert all(x.shape == (1, *SHAPE) for x in engine.inputs)
+    assert torch.allclose(guess.inputs, goal, atol=1e-5)
+
+
+def test_a_factor_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="factor must be at least 1, got 0"):
+        LowResolution(0)
+
+
+def test_total_variation_is_the_mean_step_across_plus_the_mean_step_down() -> None:
+    x = torch.tensor([[[[0.0, 1.0, 0.5], [0.25, 0.25, 0.25]]]], requires_grad=True)
+    across, down = (1.0 + 0.5 + 0 + 0) / 4, (0.25 + 0.75 + 0.25) / 3
+    value = total_variation(x)
+    assert float(value.detach()) == pytest.approx(across + down)
+    (slope,) = torch.autograd.grad(value, x)
+    assert float(slope[0, 0, 0, 1]) == pytest.approx(2 / 4 + 1 / 3)  # the peak stands out both ways
+    assert float(total_variation(torch.full((2, 3, 4, 4), 0.7))) == 0
+
+
+def test_the_scripted_engine_is_called_like_the_real_one() -> None:
+    """Guards the tests above: `match` must go on asking an engine for nothing but this."""
+    assert Scripted.slope.__code__.co_varnames[:4] == Engine.slope.__code__.co_varnames[:4]

@@ -1,0 +1,198 @@
+"""The folder of an audit: whole files only, and nothing of the user's is ever lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+
+import pytest
+
+from leakgauge.audit import Store
+from leakgauge.audit.store import write_atomic, write_json
+from leakgauge.errors import PlanError
+
+PLAN = {"federation": {"model": "mlp"}}
+
+
+def tree(folder):
+    """Every path below with its content."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def opened(out, fingerprint="f", *, resume=False, overwrite=False):
+    store = Store(out)
+    store.open(PLAN, fingerprint, resume=resume, overwrite=overwrite)
+    return store
+
+
+@pytest.fixture
+def audited(tmp_path):
+    """The folder of an audit with one trial, an image and a result."""
+    store = opened(tmp_path / "out")
+    store.keep("one", {"status": "done"})
+    write_atomic(store.images / "one" / "sheet.png", b"png")
+    write_json(store.result, {"schema": 1})
+    return store.out
+
+
+# Files.
+
+
+def test_a_file_is_written_and_replaced(tmp_path):
+    path = tmp_path / "deep" / "er" / "file"
+    write_atomic(path, b"old")
+    write_atomic(path, b"new")
+    assert tree(tmp_path / "deep" / "er") == {"file": b"new"}
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step):
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, step, full)
+    with pytest.raises(PlanError, match="file cannot be written: No space left"):
+        write_atomic(path, b"new")
+    assert tree(tmp_path) == {"file": b"old"}
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, b"new")
+    assert tree(tmp_path) == {"file": b"old"}
+
+
+def test_the_content_is_on_disk_before_it_has_the_name(tmp_path, monkeypatch):
+    order = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
+
+    def renamed(source, target):
+        order.append(f"replace {os.path.getsize(source)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    write_atomic(tmp_path / "file", b"12345")
+    assert order == ["fsync", "replace 5"]
+
+
+def test_a_file_has_the_permissions_of_any_other(tmp_path):
+    write_atomic(tmp_path / "ours", b"")
+    (tmp_path / "other").touch()
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", "other")]
+    assert modes[0] == modes[1]
+
+
+def test_json_is_text_that_a_person_can_read(tmp_path):
+    write_json(tmp_path / "x.json", {"réseau": [1.5, None]})
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"réseau": [1.5, None]}
+    assert "réseau" in text
+    assert text.endswith("}\n")
+
+
+def test_json_without_a_meaning_is_refused_and_not_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "x.json", {"psnr": float("nan")})
+    assert tree(tmp_path) == {}
+
+
+# Folders.
+
+
+def test_nothing_is_written_before_the_first_trial(tmp_path):
+    store = opened(tmp_path / "out")
+    assert tree(tmp_path) == {}
+    store.keep("one", {"status": "done"})
+    assert sorted(tree(tmp_path / "out")) == ["plan.json", "trials", "trials/one.json"]
+    assert json.loads((tmp_path / "out" / "plan.json").read_text()) == {
+        "fingerprint": "f",
+        "plan": PLAN,
+    }
+
+
+def test_a_trial_is_read_back(tmp_path):
+    opened(tmp_path).keep("one", {"status": "done", "scores": [1.5]})
+    again = opened(tmp_path, resume=True)
+    assert again.done("one") == {"status": "done", "scores": [1.5]}
+    assert again.done("two") is None
+
+
+def test_a_damaged_trial_is_no_finished_one(tmp_path):
+    opened(tmp_path).keep("one", {"status": "done"})
+    (tmp_path / "trials" / "one.json").write_text('{"status": "do')
+    assert opened(tmp_path, resume=True).done("one") is None
+
+
+def test_an_audit_is_not_touched_unless_asked(audited):
+    before = tree(audited)
+    with pytest.raises(PlanError, match=r"--resume.*--overwrite.*--out"):
+        opened(audited)
+    with pytest.raises(PlanError, match=r"different plan.*--out.*--overwrite"):
+        opened(audited, "g", resume=True)
+    assert tree(audited) == before
+
+
+def test_overwrite_replaces_the_audit_with_its_first_trial_and_not_before(audited):
+    (audited / "notes.txt").write_text("mine")
+    before = tree(audited)
+    store = opened(audited, "g", overwrite=True)
+    assert store.done("one") is None  # though its file is still there
+    assert tree(audited) == before
+    store.keep("two", {"status": "done"})
+    after = tree(audited)
+    assert sorted(after) == ["notes.txt", "plan.json", "trials", "trials/two.json"]
+    assert json.loads(after["plan.json"])["fingerprint"] == "g"
+    store.keep("three", {"status": "done"})
+    assert store.done("two") == {"status": "done"}
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"images/holiday.png": b"mine"},
+        {"plan.json": b'{"name": "a plan of something else"}', "images/holiday.png": b"mine"},
+        {"plan.json": b"[]", "trials/paper.txt": b"mine"},
+        {"plan.json": b'{"fingerprint": "half', "result.json": b"{}"},
+        {"plan.json": b"\xff"},
+    ],
+)
+def test_a_folder_that_is_not_surely_an_audit_is_refused(tmp_path, flags, files):
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    before = tree(tmp_path)
+    with pytest.raises(PlanError, match="name another"):
+        opened(tmp_path, **flags)
+    assert tree(tmp_path) == before
+
+
+def test_an_empty_folder_will_do(tmp_path):
+    opened(tmp_path).keep("one", {})
+    assert (tmp_path / "trials" / "one.json").exists()
+
+
+def test_a_file_will_not_do(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(PlanError, match="is a file"):
+        opened(tmp_path / "out")
+    with pytest.raises(PlanError, match="cannot be written"):
+        opened(tmp_path / "out" / "below").keep("one", {})
+    assert (tmp_path / "out").read_text() == "mine"

@@ -1,0 +1,282 @@
+"""The wall: what is withheld is not there, and nothing handed over leads back to the truth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakgauge.errors import InputError, PlanError, Withheld
+from leakgauge.tensors import parameters
+from leakgauge.threat import KNOWLEDGE, check, covered, holds, observe, realism
+from leakgauge.types import (
+    Actor,
+    Batch,
+    Knowledge,
+    LocalTraining,
+    Named,
+    Observation,
+    Realism,
+    Round,
+    ThreatModel,
+)
+
+ACTORS = get_args(Actor)
+SUBSETS = [
+    frozenset(s)
+    for s in chain.from_iterable(combinations(get_args(Knowledge), n) for n in range(5))
+]
+
+
+class Touched(Exception):
+    """Someone looked."""
+
+
+def refuse(*_: object) -> None:
+    raise Touched
+
+
+class Untouchable:
+    """Raises at any access, also at those that Python looks up on the class."""
+
+    __getattribute__ = __setattr__ = __len__ = __iter__ = __bool__ = __getitem__ = refuse
+    __eq__ = __hash__ = __contains__ = __deepcopy__ = __reduce_ex__ = __repr__ = refuse
+
+
+@pytest.mark.parametrize(
+    "look",
+    [len, iter, bool, list, hash, repr, lambda t: t.inputs, lambda t: t[0], lambda t: t == 1],
+)
+def test_the_untouchable_truth_refuses_every_look(look):
+    with pytest.raises(Touched):
+        look(Untouchable())
+
+
+@pytest.fixture
+def played(model: nn.Module) -> Round:
+    """A round of two clients with 1 and 3 records; the server steps twice as far as the mean."""
+    rng = torch.Generator().manual_seed(2)
+    truths = tuple(
+        Batch(torch.rand(n, 3, 8, 8, generator=rng), torch.randint(4, (n,), generator=rng))
+        for n in (1, 3)
+    )
+    before = parameters(model)
+    updates: tuple[Named, ...] = tuple(
+        {name: torch.randn(value.shape, generator=rng) for name, value in before.items()}
+        for _ in truths
+    )
+    after = {n: b - 2 * (0.25 * updates[0][n] + 0.75 * updates[1][n]) for n, b in before.items()}
+    return Round(
+        model=model,
+        truths=truths,
+        updates=updates,
+        weights=(0.25, 0.75),
+        after=after,
+        training=LocalTraining(lr=0.5),
+        sizes=(1, 3),
+        shape=(3, 8, 8),
+        classes=4,
+    )
+
+
+# --- possession --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("actor", ["server", "aggregate"])
+@pytest.mark.parametrize("grants", [s for s in SUBSETS if "labels" not in s], ids=sorted)
+def test_the_truth_is_not_touched_by_what_a_server_sees(played, actor, grants):
+    sealed = replace(played, truths=(Untouchable(), Untouchable()))
+    seen = observe(sealed, ThreatModel(actor, grants))
+    assert seen.update
+
+
+@pytest.mark.parametrize("grants", [s for s in SUBSETS if "labels" not in s], ids=sorted)
+def test_a_client_touches_its_own_records_only(played, grants):
+    sealed = replace(played, truths=(Untouchable(), played.truths[1]))
+    seen = observe(sealed, ThreatModel("client", grants, client=1))
+    assert torch.equal(seen.own.inputs, played.truths[1].inputs)
+    assert torch.equal(seen.own.labels, played.truths[1].labels)
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("grants", SUBSETS, ids=sorted)
+def test_a_field_is_none_exactly_when_it_is_withheld(played, actor, grants):
+    seen = observe(played, ThreatModel(actor, grants))
+    assert (seen.training is None) == ("training" not in grants)
+    assert (seen.records is None) == ("records" not in grants)
+    assert (seen.labels is None) == ("labels" not in grants)
+    assert (seen.own is None) == (actor != "client")
+
+
+def test_what_is_granted_is_what_happened(played):
+    grants = frozenset({"training", "records", "labels"})
+    first, second = (truth.labels for truth in played.truths)
+    for threat, records, labels in (
+        (ThreatModel("server", grants, client=0), 1, first),
+        (ThreatModel("server", grants, client=1), 3, second),
+        (ThreatModel("aggregate", grants), 4, torch.cat([first, second])),
+        (ThreatModel("client", grants, client=1), 4, torch.cat([first, second])),
+    ):
+        seen = observe(played, threat)
+        assert seen.records == records
+        assert torch.equal(seen.labels, labels)
+        assert seen.training == played.training
+        assert (seen.shape, seen.classes) == ((3, 8, 8), 4)
+        judged = covered(played, threat)
+        assert len(judged) == records
+        assert torch.equal(judged.labels, labels)
+        if threat.actor == "server":
+            assert torch.equal(judged.inputs, played.truths[threat.client].inputs)
+        else:
+            assert torch.equal(judged.inputs, torch.cat([t.inputs for t in played.truths]))
+
+
+def test_each_actor_sees_its_own_view_of_the_update(played):
+    one, two = played.updates
+    for client in (0, 1):
+        seen = observe(played, ThreatModel("server", client=client))
+        assert all(torch.equal(seen.update[n], played.updates[client][n]) for n in one)
+    mean = {n: 0.25 * one[n] + 0.75 * two[n] for n in one}
+    seen = observe(played, ThreatModel("aggregate"))
+    for name, value in mean.items():
+        torch.testing.assert_close(seen.update[name], value)
+    before = parameters(played.model)
+    for client in (0, 1):
+        seen = observe(played, ThreatModel("client", client=client))
+        for name, value in mean.items():
+            assert torch.equal(seen.update[name], before[name] - played.after[name])
+            torch.testing.assert_close(seen.update[name], 2 * value, rtol=1e-4, atol=1e-5)
+
+
+# --- copies ------------------------------------------------------------------------------------
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+
+
+def handed_over(seen: Observation) -> list[Tensor]:
+    tensors = [*seen.update.values(), *seen.model.parameters(), *seen.model.buffers()]
+    tensors += [seen.labels] if seen.labels is not None else []
+    return tensors + ([seen.own.inputs, seen.own.labels] if seen.own else [])
+
+
+def kept_back(round_: Round) -> list[Tensor]:
+    tensors = [*round_.model.parameters(), *round_.model.buffers(), *round_.after.values()]
+    tensors += [value for update in round_.updates for value in update.values()]
+    return tensors + [t for truth in round_.truths for t in (truth.inputs, truth.labels)]
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_nothing_handed_over_leads_back(played, actor):
+    leaf = torch.ones((), requires_grad=True)  # updates that carry a graph, a model with gradients
+    graphs = tuple({n: u * leaf for n, u in update.items()} for update in played.updates)
+    played = replace(played, updates=graphs, after={n: a * leaf for n, a in played.after.items()})
+    for p in played.model.parameters():
+        p.grad = torch.ones_like(p)
+    seen = observe(played, ThreatModel(actor, frozenset({"labels"})))
+    assert all(u.grad_fn is None and not u.requires_grad for u in seen.update.values())
+    assert all(p.grad is None for p in seen.model.parameters())
+    assert all(p.grad is not None for p in played.model.parameters())
+    assert not storages(handed_over(seen)) & storages(kept_back(played))
+    for (name, mine), theirs in zip(
+        seen.model.state_dict().items(), played.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+
+
+# --- updates from outside ----------------------------------------------------------------------
+
+FAULTS = {
+    "NaN": (lambda u: u["head.bias"][0].fill_(math.nan), "'head.bias' holds 1 NaN or infinite"),
+    "shape": (
+        lambda u: u.update({"head.bias": torch.zeros(1)}),  # would broadcast
+        r"'head.bias' has shape \(1,\), the model's parameter has \(4,\)",
+    ),
+    "missing": (lambda u: u.pop("head.bias"), "no entry for parameter 'head.bias'"),
+    "extra": (lambda u: u.update({"tail": torch.zeros(1)}), "unexpected entry 'tail'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("actor", "where"),
+    [
+        ("server", "the update of client 1: "),
+        ("aggregate", "the update of client 1: "),
+        ("client", "the global model after the round: "),
+    ],
+)
+def test_a_malformed_update_is_refused_in_words(played, actor, where, fault):
+    spoil, words = FAULTS[fault]
+    spoil(played.after if actor == "client" else played.updates[1])
+    with pytest.raises(InputError, match=where + words):
+        observe(played, ThreatModel(actor, client=1))
+
+
+@pytest.mark.parametrize("client", [-1, 2])
+def test_a_client_that_did_not_take_part_is_refused(played, client):
+    with pytest.raises(PlanError, match=f"threat.client is {client}, but 2 clients took part"):
+        observe(played, ThreatModel(client=client))
+
+
+# --- needs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needy:
+    needs: frozenset[Knowledge]
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("grants", SUBSETS, ids=sorted)
+def test_an_attack_that_is_let_through_finds_all_it_needs(played, actor, grants):
+    """`check` promises what `observe` keeps, for every attack, actor and set of grants."""
+    threat = ThreatModel(actor, grants)
+    seen = observe(played, threat)
+    found = {item for item in get_args(Knowledge) if getattr(seen, item) is not None}
+    assert holds(threat) == found
+    for needs in SUBSETS:
+        if needs <= found:
+            check("needy", Needy(needs), threat)
+        else:
+            with pytest.raises(Withheld):
+                check("needy", Needy(needs), threat)
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        (
+            {"labels"},
+            r"attack 'x' needs 'labels' \(the true labels\), which this 'server' does not hold: "
+            r"add \['labels'\] to threat.grants if your attacker would know it, or leave",
+        ),
+        ({"own"}, 'does not hold: set threat.actor = "client", or leave the attack out'),
+        (
+            {"own", "labels", "records"},
+            r'set threat.actor = "client" and add \[\'labels\'\] to threat.grants',
+        ),
+    ],
+)
+def test_a_refusal_says_the_remedy(needs, words):
+    with pytest.raises(Withheld, match=words):
+        check("x", Needy(frozenset(needs)), ThreatModel())
+
+
+def test_all_knowledge_is_described():
+    assert set(KNOWLEDGE) == set(get_args(Knowledge))
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("grants", SUBSETS, ids=sorted)
+def test_true_labels_are_oracle_help(actor, grants):
+    tag = realism(ThreatModel(actor, grants))
+    assert tag in get_args(Realism)
+    assert (tag == "oracle") == ("labels" in grants)
