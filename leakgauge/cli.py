@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
@@ -68,6 +69,8 @@ FILLED = {"shape", "classes", "model", "rng", "guess", "truth", "weights", "head
 
 def main() -> None:
     """Run the command line; errors made by the input are one message and exit code 2."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # what libraries say to programmers
     try:
         app()
     except LeakGaugeError as error:

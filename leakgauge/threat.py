@@ -14,18 +14,35 @@ autograd graph, no gradient slot and no shared storage leads back to the truth.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 
 from leakgauge.errors import PlanError, Withheld
 from leakgauge.tensors import check_like, subtract, weighted_mean
-from leakgauge.types import Attack, Batch, Knowledge, Observation, Realism, Round, ThreatModel
+from leakgauge.types import (
+    Actor,
+    Attack,
+    Batch,
+    Knowledge,
+    LocalTraining,
+    Observation,
+    Realism,
+    Round,
+    ThreatModel,
+)
 
 KNOWLEDGE: dict[Knowledge, str] = {
     "training": "learning rate, steps, batch size and modes of the local training",
     "records": "the number of records behind the update",
     "labels": "the true labels",
     "own": "the attacking client's own records",
+}
+
+PROTOCOL: dict[Actor, frozenset[Knowledge]] = {  # what each actor is told in any case
+    "server": frozenset({"training", "records"}),
+    "aggregate": frozenset({"training", "records"}),
+    "client": frozenset({"training", "own"}),
 }
 
 
@@ -56,11 +73,18 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
         update={name: value.detach().clone() for name, value in update.items()},
         shape=round_.shape,
         classes=round_.classes,
-        training=round_.training if "training" in threat.grants else None,
+        training=_training(round_, threat) if "training" in threat.grants else None,
         records=records if "records" in threat.grants else None,
         labels=covered(round_, threat).labels.clone() if "labels" in threat.grants else None,
         own=Batch(own.inputs.clone(), own.labels.clone()) if own is not None else None,
     )
+
+
+def _training(round_: Round, threat: ThreatModel) -> LocalTraining:
+    """The training behind the observed update. An aggregate looks like that of one *super-client*
+    whose batches hold a batch of every client (exact for one step, an approximation beyond)."""
+    batch_size = round_.training.batch_size * len(_seen(round_, threat))
+    return replace(round_.training, batch_size=batch_size)
 
 
 def covered(round_: Round, threat: ThreatModel) -> Batch:
@@ -101,6 +125,9 @@ def check(name: str, attack: Attack, threat: ThreatModel) -> None:
 def realism(threat: ThreatModel) -> Realism:
     """The tag that stands beside every number: what the attacker had been given.
 
-    *realistic*: what the protocol shows anyway; *oracle*: truths no attacker would have.
+    *realistic*: what the protocol shows this actor anyway; *informed*: more, but nothing private (a
+    client that knows how many records took part); *oracle*: truths no attacker would have.
     """
-    return "oracle" if "labels" in threat.grants else "realistic"
+    if "labels" in threat.grants:
+        return "oracle"
+    return "informed" if threat.grants - PROTOCOL[threat.actor] - {"own"} else "realistic"

@@ -101,7 +101,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 NOISY = {
     "federation": {"rounds": [0, 1], "clients": 2, "training": {"batch_size": 2, "lr": 0.1}},
-    "attack": [{"name": "analytic"}, {"name": "inverting-gradients", "iterations": 3}],
+    "attack": [
+        {"name": "dlg", "iterations": 3, "optimiser": "adam"},
+        {"name": "inverting-gradients", "iterations": 3},
+    ],
     "defence": [{"name": "none"}, {"name": "clip-and-noise"}],
     "audit": {"seeds": [3, 4], "gallery": 20},
 }
@@ -148,7 +151,9 @@ class Stop(Exception):
 
 
 def test_a_killed_audit_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    plan = tiny(audit={"seeds": [0, 1, 2]})
+    plan = tiny(
+        attack=[{"name": "inverting-gradients", "iterations": 2}], audit={"seeds": [0, 1, 2]}
+    )
     run(plan, Store(tmp_path / "whole"))
 
     def killed(case, index, total):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import FrozenInstanceError, fields
 from itertools import pairwise
 
 import pytest
@@ -67,6 +68,8 @@ def test_every_defence_is_sampled_here():
 def test_a_plan_builds_it_from_its_defaults(name):
     defence = build(DEFENCES[name], {}, f"defence.{name}")
     assert isinstance(defence, BatchDefence | GradientDefence | UpdateDefence)
+    with pytest.raises(FrozenInstanceError):
+        setattr(defence, fields(defence)[0].name, 1.0)
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
@@ -267,6 +270,15 @@ def check_pruned(before: Tensor, after: Tensor, share: float) -> None:
     assert torch.equal(after[~gone], before[~gone])
     if gone.any():
         assert before[gone].abs().max() <= before[~gone].abs().min()
+
+
+def test_a_small_tensor_keeps_its_largest_entry():
+    update = {"a": torch.tensor([1.0, -3.0, 2.0]), "b": torch.tensor([0.1])}
+    sent = Prune(0.99).on_update(update, seeded())
+    assert {n: v.tolist() for n, v in sent.items()} == {
+        "a": [0.0, -3.0, 0.0],
+        "b": [pytest.approx(0.1)],
+    }
 
 
 @pytest.mark.parametrize("scope", ["layer", "whole"])

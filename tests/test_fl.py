@@ -402,7 +402,10 @@ def test_only_the_participants_train(model, easy):
 
 def test_the_largest_and_the_smallest_federation(model, easy, rng):
     assert simulate(scenario(model, easy), rng).sizes == (4,)
-    assert simulate(scenario(model, easy, records=64), rng).sizes == (64,)
+    with pytest.raises(InputError, match="reach only 4"):
+        simulate(scenario(model, easy, records=64), rng)
+    whole = replace(scenario(model, easy, records=64), training=LocalTraining(batch_size=64))
+    assert simulate(whole, rng).sizes == (64,)
     assert simulate(scenario(model, easy, clients=16, participants=16), rng).sizes == (4,) * 16
     assert simulate(scenario(model, easy, clients=16, participants=1), rng).sizes == (4,)
 

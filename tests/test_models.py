@@ -517,7 +517,8 @@ def test_patches_must_fill_the_image() -> None:
     [
         ("resnet18", {}, "unknown model 'resnet18'; did you mean 'resnet-18'"),
         ("resnet-18", {"init": "orthogonol"}, "unknown initialisation .* mean 'orthogonal'"),
-        ("resnet-18", {"depth": 3}, "no option 'depth'.*: activation, norm, stem, width"),
+        ("resnet-18", {"with": 3}, "no option 'with'; did you mean 'width'"),
+        ("resnet-18", {"layers": 3}, "no option 'layers'; known: activation, norm, stem, width"),
         ("resnet-18", {"blocks": (1, 1, 1, 1)}, "no option 'blocks'"),
         ("resnet-18", {"stem": "cifar10"}, "unknown stem 'cifar10'; did you mean 'cifar'"),
         ("resnet-18", {"norm": "none"}, "unknown norm 'none'; known: batch, group, layer"),

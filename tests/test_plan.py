@@ -115,6 +115,13 @@ def test_a_wrong_model_option_has_its_suggestion():
         plan.scenario(0, "none").make_model()
 
 
+def test_the_model_has_the_initialisation_and_options_of_the_plan():
+    made = table("federation.init", "orthogonal")
+    made["federation"]["model"] = {"name": "mlp", "hidden": [4]}
+    model = parse(made, "plan", Path.cwd()).scenario(0, "none").make_model()
+    assert torch.allclose(model.fc1.weight @ model.fc1.weight.T, torch.eye(4), atol=1e-5)
+
+
 def test_a_message_names_the_key_by_its_path():
     with pytest.raises(PlanError, match=r"^plan\.federation\.training: unknown key 'rl'"):
         parsed("federation.training.rl", 1)
@@ -407,6 +414,8 @@ def test_the_fingerprint_is_of_all_that_changes_a_trial(home):
 def test_the_fingerprint_is_not_of_how_it_is_written():
     first = table("federation.training", {"lr": 1, "batch_size": 2})
     second = table("federation.training", {"batch_size": 2, "lr": 1.0})
+    first["attack"] = [{"name": "dlg", "iterations": 3}]
+    second["attack"] = [{"iterations": 3, "name": "dlg"}]
     second = dict(reversed(second.items()))
     prints = [parse(t, name, Path.cwd()).fingerprint for t, name in ((first, "a"), (second, "b"))]
     assert prints[0] == prints[1]

@@ -193,6 +193,19 @@ def test_a_file_will_not_do(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(PlanError, match="is a file"):
         opened(tmp_path / "out")
-    with pytest.raises(PlanError, match="cannot be written"):
-        opened(tmp_path / "out" / "below").keep("one", {})
+    with pytest.raises(PlanError, match="out is a file"):
+        opened(tmp_path / "out" / "below" / "deeper")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_folder_that_may_not_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    asked = []
+
+    def denied(path, mode):
+        asked.append((path, mode))
+        return False
+
+    monkeypatch.setattr(os, "access", denied)
+    with pytest.raises(PlanError, match=r"may not write to .*--out"):
+        opened(tmp_path / "new" / "out")
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge.errors import InputError, PlanError, Withheld
+from leakgauge.fl import Scenario, simulate
+from leakgauge.fl.local import train
 from leakgauge.tensors import parameters
 from leakgauge.threat import KNOWLEDGE, check, covered, holds, observe, realism
 from leakgauge.types import (
     Actor,
     Batch,
+    Dataset,
     Knowledge,
     LocalTraining,
     Named,
@@ -126,7 +129,9 @@ def test_what_is_granted_is_what_happened(played):
         seen = observe(played, threat)
         assert seen.records == records
         assert torch.equal(seen.labels, labels)
-        assert seen.training == played.training
+        clients = 1 if threat.actor == "server" else 2
+        batch_size = clients * played.training.batch_size
+        assert seen.training == replace(played.training, batch_size=batch_size)
         assert (seen.shape, seen.classes) == ((3, 8, 8), 4)
         judged = covered(played, threat)
         assert len(judged) == records
@@ -280,3 +285,28 @@ def test_true_labels_are_oracle_help(actor, grants):
     tag = realism(ThreatModel(actor, grants))
     assert tag in get_args(Realism)
     assert (tag == "oracle") == ("labels" in grants)
+
+
+def test_realism_says_what_was_given() -> None:
+    protocol = frozenset({"training", "records"})
+    assert realism(ThreatModel("server", protocol)) == "realistic"
+    assert realism(ThreatModel("client", frozenset({"training"}))) == "realistic"
+    assert realism(ThreatModel("client", protocol)) == "informed"
+    assert realism(ThreatModel("server", protocol | {"labels"})) == "oracle"
+
+
+def test_an_aggregate_looks_like_one_client_with_all_batches(rng: torch.Generator) -> None:
+    data = Dataset("d", torch.rand(24, 1, 4, 4, generator=rng), torch.arange(24) % 2, ("a", "b"))
+    scenario = Scenario(
+        lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)),
+        data,
+        LocalTraining(batch_size=4, lr=0.1),
+        clients=3,
+    )
+    round_ = simulate(scenario, rng)
+    seen = observe(round_, ThreatModel("aggregate"))
+    assert seen.training is not None
+    assert (seen.training.batch_size, seen.records) == (12, 12)
+    replayed = train(round_.model, covered(round_, ThreatModel("aggregate")), seen.training, rng)
+    for name, value in seen.update.items():
+        torch.testing.assert_close(replayed.update[name], value)

@@ -203,8 +203,8 @@ class Engine:
             span = 2 * stride
         else:
             span = stride
-        torch._foreach_mul_(v, stride)
-        torch._foreach_add_(v, self._weights)
+        for w, d in zip(self._weights, v, strict=True):
+            torch.add(w, d, alpha=stride, out=d)  # in place of v: no copy of the model, one pass
         there = self._at(v, free, labels)
         return _slope(value, [(b - a) / span for a, b in zip(here, there, strict=True)])
 
@@ -235,25 +235,24 @@ class Engine:
         return advance(state, gradient, self.training)
 
     def _unrolled(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
-        states = self._unroll(inputs, labels)
-        guess = [u * self._unit for u in states[-1].moved]
+        *states, last = self._unroll(inputs, labels)
+        guess = [u * self._unit for u in last.moved]
         value, v = distance(guess, self.target)
         free = _free(inputs, labels)
         # Adjoint of the final state: only the accumulated update enters D.
-        zeros = [torch.zeros_like(t) for t in states[-1].tensors()]
+        zeros = [torch.zeros_like(t) for t in last.tensors()]
         n = len(self._weights)
         adjoint = zeros[:n] + [d * self._unit for d in v] + zeros[2 * n :]
         total = [torch.zeros_like(f) for f in free]
-        for t in reversed(range(len(self._steps))):
-            leaves = [s.detach().requires_grad_() for s in states[t].tensors()]
+        for t, state in reversed(list(enumerate(states))):
+            leaves = [s.detach().requires_grad_() for s in state.tensors()]
             with sdpa_kernel(SDPBackend.MATH):
-                after = self._step(states[t].with_tensors(leaves), t, *_filled(free, labels))
+                after = self._step(state.with_tensors(leaves), t, *_filled(free, labels))
                 pulled = torch.autograd.grad(
                     after.tensors(), [*leaves, *free], adjoint, materialize_grads=True
                 )
             adjoint = list(pulled[: len(leaves)])
             total = [a + b for a, b in zip(total, pulled[len(leaves) :], strict=True)]
-            del states[t + 1]
         return _slope(value, total)
 
 

@@ -12,9 +12,9 @@ For cross-entropy over n records with features h_i and softmax p_i the last laye
 | `counts`  | after Ma et al., iLRG, 2023                  | any batch, any number of steps    |
 
 `counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). It cannot see p̄, the mean
-softmax of the records, and puts smooth random images in their place. On an untrained network that is
-exact. On a trained one it is not, and shows: the counts come out fractional or negative. Then p̄ is
-taken as uniform, and the counts are drawn towards equal ones as far as the error of that guess
+softmax of the records, and puts smooth random images in their place. On an untrained network that
+is exact. On a trained one it is not, and shows: the counts come out fractional or negative. Then p̄
+is taken as uniform, and the counts are drawn towards equal ones as far as the error of that guess
 outweighs the spread of honest counts. Without a bias, ∂b is replaced by ∂W·u for the u that makes
 h·u as close to 1 on the stand-ins as it can: a bias made of features. Over several local steps p̄
 and h are averaged along the way from the first to the last local model.

@@ -57,7 +57,7 @@ def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
     raise NotApplicable(
         "labels are read from the gradient of a linear last layer, but no nn.Linear that is "
         "trained produces this model's output. End the model in nn.Linear (softmax belongs to the "
-        'loss), or grant the labels: threat.grants = ["labels"]'
+        'loss), or add "labels" to threat.grants and set labels = "known" on the attack'
     )
 
 

@@ -7,8 +7,8 @@ one record
 
     x = (∂L/∂W_i) / (∂L/∂b_i)    for every i with ∂L/∂b_i ≠ 0,
 
-exactly, after any number of steps of SGD: momentum only weighs gradients, and what weight decay took
-away is known. With several records, a row that only one of them reached (a ReLU that only one
+exactly, after any number of steps of SGD: momentum only weighs gradients, and what weight decay
+took away is known. With several records, a row that only one of them reached (a ReLU that only one
 switched on) still gives that record; such rows agree with each other, mixtures do not, so rows are
 grouped and the largest groups come first.
 

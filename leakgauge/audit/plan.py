@@ -78,7 +78,7 @@ class Federation:
 @dataclass(frozen=True)
 class Measure:
     """What is measured, how often, on what. `seconds` limits each attack. `threads` is fixed, not
-    the number of cores, so that the same plan gives the same bytes on every machine."""
+    the number of cores, so that a plan gives the same bytes on one core and on many."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     metrics: tuple[str, ...] = ("psnr", "affine-psnr", "ssim", "mse")

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias
 
 from leakgauge.errors import InputError
@@ -219,7 +219,7 @@ def check(value: Any) -> Result:
         version = value["schema"]
     _expect(value, RESULT, "")
     for i, row in enumerate(value["summary"]):
-        if "scores" in row:
+        if "scores" in row or row["trials"] > row["failed"] + row["not_applicable"]:
             _expect(row, MEASURED_ROW, f"summary[{i}]")
     for i, trial in enumerate(value["trials"]):
         if trial["status"] == "done":
@@ -283,8 +283,8 @@ def _agree(trial: dict[str, Any], path: str) -> None:
 
 
 def _inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and not set(name) & set("\\:\0")
+    windows = PureWindowsPath(name)  # it takes both slashes as separators
+    return not (name.startswith("/") or windows.anchor or ".." in windows.parts or "\0" in name)
 
 
 def _expect(value: Any, shape: Any, path: str) -> None:

@@ -62,8 +62,11 @@ class Store:
         self, plan: dict[str, Any], fingerprint: str, *, resume: bool, overwrite: bool
     ) -> None:
         """Say why the folder cannot be used, if so. It is left as it is until `begin`."""
-        if self.out.exists() and not self.out.is_dir():
-            raise PlanError(f"{self.out} is a file: name a folder for the audit's output")
+        nearest = next(p for p in (self.out, *self.out.absolute().parents) if p.exists())
+        if not nearest.is_dir():
+            raise PlanError(f"{nearest} is a file: name a folder for the audit's output")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PlanError(f"you may not write to {nearest}: name another folder with --out")
         if self._marker.exists():
             found = _fingerprint(self._marker)
             if not (resume or overwrite):

@@ -39,7 +39,7 @@ def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dat
         raise DataError(
             f"folder: expected one sub-folder a class in {top}, found none "
             f"({len(_images(top))} images lie in it directly); move the images of each class into "
-            "a sub-folder named after it, or into a single one when they have no labels."
+            "a sub-folder named after it (two classes at least)."
         )
     files = [(label, file) for label, d in enumerate(classes) for file in _some_images(d)]
     images = np.stack([_read(file, size, channels) for _, file in files])

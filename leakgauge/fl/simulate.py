@@ -79,7 +79,12 @@ def _records(scenario: Scenario) -> int:
             f"a client would train on {records} records (batch_size {training.batch_size}) but "
             f"{scenario.data.name} has only {total}: lower batch_size or use more data"
         )
-    minibatches(records, training)
+    reached = len(minibatches(records, training)) * training.batch_size
+    if reached < records:
+        raise InputError(
+            f"a client trains on {records} records, but its steps of batch_size "
+            f"{training.batch_size} reach only {reached}: lower records, raise steps or use epochs"
+        )
     if scenario.participants is not None and not 1 <= scenario.participants <= scenario.clients:
         raise InputError(
             f"participants is {scenario.participants}; expected 1 to {scenario.clients} (clients)"
