@@ -1,11 +1,13 @@
 """The command line: thin verbs over the library.
 
-Exit codes: 0 done, 2 the plan or another input is wrong, 3 a trial failed, 130 interrupted.
+Exit codes: 0 below the limit, 1 above it, 2 the plan or another input is wrong, 3 a trial failed,
+4 inconclusive, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import tomllib
 import warnings
@@ -24,6 +26,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -31,16 +34,18 @@ from rich.progress import (
 from rich.table import Table
 
 from leakgauge import audit as audits
-from leakgauge import data
+from leakgauge import data, report
 from leakgauge._version import __version__
 from leakgauge.attacks import ATTACKS, LABEL_RULES
-from leakgauge.audit.run import Case
+from leakgauge.audit import schema
+from leakgauge.audit.store import write_atomic
 from leakgauge.config import choose
 from leakgauge.defences import DEFENCES
-from leakgauge.errors import LeakGaugeError, PlanError
+from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 from leakgauge.fl import PARTITIONS
 from leakgauge.metrics import METRICS, load_lpips
 from leakgauge.models import INITS, MODELS
+from leakgauge.report import terminal
 
 app = typer.Typer(
     help="How much of a client's private data does your federation's update give away?",
@@ -87,6 +92,9 @@ def version(
         raise typer.Exit
 
 
+Images = Literal["show", "blur", "hide"]
+
+
 @app.command()
 def audit(
     plan: Annotated[Path | None, typer.Argument(help="A plan (TOML).")] = None,
@@ -102,21 +110,87 @@ def audit(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the audit in that folder.")
     ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at a time, one process each.")] = 1,
+    budget: Annotated[
+        str | None, typer.Option(help="Start no trial beyond this time: 90s, 10m, 2h.")
+    ] = None,
+    images: Annotated[
+        Images | None, typer.Option(help="Pictures in the report (default: blur; demo: show).")
+    ] = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also write report.pdf.")] = False,
 ) -> None:
-    """Attack your own federation as PLAN (a TOML file) describes it, and measure what leaks.
+    """Attack your own federation as PLAN (a TOML file) describes it, and report what leaks.
 
-    `module:callable` in a plan is code, and it is run: audit only plans you trust.
+    Exit codes: 0 below the plan's limit, 1 above it, 2 the plan is wrong, 3 a trial failed,
+    4 inconclusive, 130 interrupted. `module:callable` in a plan is code, and it is run: audit only
+    plans you trust.
     """
     if (plan is None) != demo:
         raise PlanError("give either the path of a plan or --demo")
     if resume and overwrite:
         raise PlanError("give either --resume or --overwrite")
-    if plan is None:
-        text = resources.files("leakgauge.audit").joinpath("demo.toml").read_text("utf-8")
-        checked = audits.parse(tomllib.loads(text), "demo", Path.cwd())
-    else:
-        checked = audits.read(plan)
+    if pdf:
+        report.pdf.check()
+    limit = duration(budget) if budget else None
+    checked = _demo() if plan is None else audits.read(plan)
     store = audits.Store(out or Path("leakgauge-audit") / checked.name)
+    with _progress() as progress:
+        result = audits.run(
+            checked,
+            store,
+            resume=resume,
+            overwrite=overwrite,
+            jobs=jobs,
+            budget=limit,
+            calibrate=True,
+            watch=_watch(progress),
+        )
+    console.print(terminal.summary_table(result))
+    for note in terminal.notes(result):
+        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    verdict = result["verdict"]
+    console.print(f"[bold]{escape(verdict['headline'])}[/]")
+    if result["explanation"]:
+        console.print(escape(result["explanation"]["sentence"]))
+    for path in report.write(store.out, images or ("show" if demo else "blur"), with_pdf=pdf):
+        console.print(f"report    {escape(str(path))}", soft_wrap=True)
+    console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
+    if result["interrupted"]:
+        errors.print("interrupted: the same command with --resume continues")
+        raise typer.Exit(130)
+    failed = sum(trial["status"] == "failed" for trial in result["trials"])
+    if failed:
+        errors.print(
+            f"[bold red]error:[/] {failed} of {len(result['trials'])} trials failed: their errors "
+            "are in the result; --resume tries them again",
+            soft_wrap=True,
+        )
+    if demo and verdict["exit_code"] == 1:
+        return  # the example is meant to leak
+    raise typer.Exit(verdict["exit_code"])
+
+
+def duration(text: str) -> float:
+    """Seconds of '90s', '10m', '2h' or a plain number."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise PlanError(f"--budget: expected a time such as 90s, 10m or 2h, got {text!r}")
+    return seconds
+
+
+def _demo() -> audits.Plan:
+    return audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
+
+
+def _template(name: str) -> str:
+    return resources.files("leakgauge.audit").joinpath(name).read_text("utf-8")
+
+
+def _progress() -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -125,119 +199,92 @@ def audit(
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        try:
-            result = audits.run(
-                checked, store, resume=resume, overwrite=overwrite, watch=_watch(progress)
-            )
-        except KeyboardInterrupt:
-            progress.stop()
-            errors.print("interrupted: the same command with --resume continues")
-            raise typer.Exit(130) from None
-    console.print(summary_table(result))
-    for note in _notes(result):
-        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
-    console.print(f"pictures  {escape(str(store.images))}", soft_wrap=True)
-    failed = sum(trial["status"] == "failed" for trial in result["trials"])
-    if failed:
-        errors.print(
-            f"[bold red]error:[/] {failed} of {len(result['trials'])} trials failed: their errors "
-            "are in the result; --resume tries them again",
-            soft_wrap=True,
-        )
-        raise typer.Exit(3)
+    return Progress(*columns, console=console, transient=True, expand=True)
 
 
 def _watch(progress: Progress) -> audits.Watch:
+    """A bar for the whole audit and one for each running trial."""
     whole = progress.add_task("trials", total=None, note="")
-    part = progress.add_task("", total=None, visible=False, note="")
+    running: dict[str, TaskID] = {}
 
-    def begin(case: Case, index: int, total: int) -> None:
-        nonlocal part
-        progress.update(whole, total=total, completed=index)
-        progress.remove_task(part)  # a reset would keep the total of the last attack
-        part = progress.add_task(case.attack, total=None, note="")
+    def begin(case: audits.Case) -> None:
+        running[case.id] = progress.add_task(case.attack, total=None, note=case.kind)
 
-    def train(done: int, total: int) -> None:
-        progress.update(part, completed=done, total=total, note="honest rounds")
+    def step(case: audits.Case, done: int, total: int, objective: float) -> None:
+        note = f"{objective:.2e}" if objective else "honest rounds"
+        progress.update(running[case.id], completed=done, total=total, note=note)
 
-    def attack(done: int, total: int, objective: float) -> None:
-        progress.update(part, completed=done, total=total, note=f"{objective:.2e}")
-
-    def end(case: Case, trial: dict[str, Any]) -> None:
+    def end(case: audits.Case, trial: dict[str, Any] | None) -> None:
+        progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
-    return audits.Watch(begin, train, attack, end)
+    return audits.Watch(lambda total: progress.update(whole, total=total), begin, step, end)
 
 
-def summary_table(result: dict[str, Any]) -> Table:
-    """One row for each attack, below its stage and defence: 80 columns wide."""
-    rows = result["summary"]
-    counts = [row["records"] for row in rows if "scores" in row] or [0]
-    images = " to ".join(map(str, sorted({min(counts), max(counts)})))
-    table = Table(
-        title=f"What leaks: {escape(result['name'])}",
-        caption=(
-            f"PSNR, SSIM: median over {images} images (quartiles); baseline: of a mean image.\n"
-            "found: share told apart from other images; labels: share found (by guessing).\n"
-            "risk: the median PSNR in words, – where it does not exceed the baseline."
-        ),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("plan.toml"),
+) -> None:
+    """Write a commented plan to start from."""
+    if path.exists():
+        raise PlanError(f"{path} is there already: name another file")
+    write_atomic(path, _template("starter.toml").encode())
+    console.print(f"wrote {escape(str(path))}: edit it, then `leakgauge check {path}`")
+
+
+@app.command()
+def check(plan: Annotated[Path, typer.Argument(help="A plan (TOML).")]) -> None:
+    """Check a plan, say which of its attacks apply, and forecast time and memory."""
+    checked = audits.read(plan)
+    table = Table(title=f"{escape(checked.name)}: valid", box=box.SIMPLE_HEAD)
+    for name in ("attack", "applies", "CPU s a trial"):
+        table.add_column(name, justify="right" if name.startswith("CPU") else "left")
+    with console.status("trying each attack for a moment"):
+        found = audits.forecast(checked)
+    for one in found.attacks:
+        applies = "yes" if one.reason is None else f"no: {one.reason}"
+        cost = f"{one.cpu_seconds:.1f}" if one.reason is None else "–"
+        table.add_row(one.attack, escape(applies), cost)
+    console.print(table)
+    console.print(
+        f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds and "
+        f"{found.megabytes:.0f} MB (from a few iterations; expect it to be off by a third)",
+        soft_wrap=True,
     )
-    table.add_column("attack", overflow="fold")
-    for name in ("PSNR dB", "baseline", "SSIM", "found", "labels", "risk"):
-        table.add_column(name, justify="right", no_wrap=True)
-    stages = len({row["round"] for row in rows}) > 1
-    section = None
-    for row in rows:
-        if (row["round"], row["defence"]) != section:
-            section = row["round"], row["defence"]
-            after = f"round {row['round']}, " if stages else ""
-            table.add_section()
-            table.add_row(f"[bold]{after}{_defended(row['defence'])}[/]")
-        table.add_row(f"  {row['attack']}", *_cells(row))
-    return table
+    if all(one.reason for one in found.attacks):
+        raise NotApplicable("no attack of the plan applies")
 
 
-def _defended(defence: str) -> str:
-    return "no defence" if defence == "none" else defence
+@app.command("report")
+def report_(
+    folder: Annotated[Path, typer.Argument(help="The folder of an audit.")],
+    images: Annotated[Images, typer.Option(help="Pictures in the report.")] = "blur",
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also write report.pdf.")] = False,
+) -> None:
+    """Write the reports of a finished audit again, with other pictures or as PDF."""
+    for path in report.write(folder, images, with_pdf=pdf):
+        console.print(f"report    {escape(str(path))}", soft_wrap=True)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    if "scores" not in row:
-        return ["–"] * 5 + ["failed" if row["failed"] else "n/a"]
-    scores, labels = row["scores"], row["labels"]
-    psnr, ssim = scores.get("psnr"), scores.get("ssim")
-    decibels = baseline = risk = "–"
-    if psnr:
-        low, high = psnr["quartiles"]
-        limit = row["baselines"]["mean image"]["psnr"]
-        decibels, baseline = f"{psnr['median']:.1f} ({low:.0f}–{high:.0f})", f"{limit:.1f}"
-        risk = row["risk"]["median"] if psnr["median"] > limit else "–"
-    return [
-        decibels,
-        baseline,
-        f"{ssim['median']:.2f}" if ssim else "–",
-        f"{scores['identified']['mean']:.0%}",
-        f"{labels['accuracy']:.0%} ({labels['random']:.0%})" if labels else "–",
-        risk,
-    ]
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="The folder of an audit.")],
+    b: Annotated[Path, typer.Argument(help="The folder of another.")],
+) -> None:
+    """Compare two audits: what leaks more, what less, and how their plans differ."""
+    comparison = report.diff.compare(_result(a), _result(b))
+    for table in report.diff.tables(comparison):
+        console.print(table)
 
 
-def _notes(result: dict[str, Any], most: int = 8) -> list[str]:
-    """What a reader of the table must know: reasons, errors and the attacks' own notes."""
-    notes: dict[str, int] = {}
-    for trial in result["trials"]:
-        error = [trial["error"]] if trial["error"] else []
-        for note in [*error, *trial.get("notes", [])]:
-            key = f"{trial['attack']}: {note}"
-            notes[key] = notes.get(key, 0) + 1
-    lines = [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]
-    more = [f"{len(lines) - most} more notes are in the result"] if len(lines) > most else []
-    return lines[:most] + more
+@app.command()
+def cite(folder: Annotated[Path, typer.Argument(help="The folder of an audit.")]) -> None:
+    """Print BibTeX for the methods an audit used."""
+    print(report.references.bibtex(_result(folder)))
+
+
+def _result(path: Path) -> dict[str, Any]:
+    return schema.load(path / "result.json" if path.is_dir() else path)
 
 
 @app.command("list")

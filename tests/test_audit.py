@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ from torch import nn
 
 from leakgauge import metrics, threat
 from leakgauge.audit import Store, Watch, images, parse, run
+from leakgauge.audit.bench import _thinned, rng_of
+from leakgauge.audit.cases import trials as cases
 from leakgauge.audit.result import spread, summarise
-from leakgauge.audit.run import _rng, _thinned, cases
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import simulate
 from leakgauge.types import Batch, Reconstruction
@@ -34,7 +38,7 @@ def tiny(folder: Path | None = None, **changes: Any):
             "training": {"batch_size": 4},
         },
         "attack": [{"name": "analytic"}],
-        "audit": {"seeds": [0], "gallery": 20},
+        "audit": {"seeds": [0], "gallery": 20, "control": False, "explain": False},
     }
     for key, value in changes.items():
         table[key] = table[key] | value if isinstance(value, dict) and key in table else value
@@ -59,7 +63,7 @@ def with_attacks(plan, **attacks):
 
 def truth_of(plan, seed: int = 0, stage: int = 0) -> Batch:
     """What the audit keeps from the attacks: the records of the attacked round."""
-    round_ = simulate(plan.scenario(stage, "none"), _rng(seed, "federation"))
+    round_ = simulate(plan.scenario(stage, "none"), rng_of(seed, "federation"))
     return threat.covered(round_, plan.document.threat)
 
 
@@ -156,8 +160,8 @@ def test_a_killed_audit_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     )
     run(plan, Store(tmp_path / "whole"))
 
-    def killed(case, index, total):
-        if index == 1:
+    def killed(case):
+        if case.seed == 1:
             raise Stop
 
     with pytest.raises(Stop):
@@ -168,12 +172,11 @@ def test_a_killed_audit_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 
     begun, ended = [], []
     watch = Watch(
-        begin=lambda case, index, total: begun.append((case.seed, index, total)),
+        begin=lambda case: begun.append(case.seed),
         end=lambda case, trial: ended.append(case.seed),
     )
     run(plan, Store(tmp_path / "out"), resume=True, watch=watch)
-    assert begun == [(1, 1, 3), (2, 2, 3)]
-    assert ended == [0, 1, 2]
+    assert begun == ended == [1, 2]
     assert first.read_bytes() == before
     assert comparable(tmp_path / "out" / "result.json") == comparable(
         tmp_path / "whole" / "result.json"
@@ -183,7 +186,7 @@ def test_a_killed_audit_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 
 def test_overwrite_runs_everything_again(tmp_path):
     begun = []
-    watch = Watch(begin=lambda case, index, total: begun.append(case.id))
+    watch = Watch(begin=lambda case: begun.append(case.id))
     for overwrite in (False, True):
         run(tiny(), Store(tmp_path), overwrite=overwrite, watch=watch)
     assert begun == ["round0.none.analytic.seed0"] * 2
@@ -222,6 +225,28 @@ def test_the_truth_in_any_order_scores_the_cap(tmp_path):
     assert row["scores"]["identified"]["mean"] == 1
     assert row["success_rate"] == 1
     assert row["risk"] == {"median": "very high", "worst": "very high"}
+
+
+def test_labels_stand_beside_what_guessing_would_give(tmp_path):
+    plan = tiny()
+    truth = truth_of(plan)
+    halves = torch.cat([truth.labels[:2], (truth.labels[2:] + 1) % 10])
+    guess = guessing(lambda *_: Reconstruction(truth.inputs, halves, 0.0))
+    labels = only(run(with_attacks(plan, halves=guess), Store(tmp_path)))["labels"]
+    assert labels["guess"] == sorted(halves.tolist())
+    assert labels["truth"] == sorted(truth.labels.tolist())
+    shared = Counter(halves.tolist()) & Counter(truth.labels.tolist())
+    assert labels["accuracy"] == shared.total() / 4
+    # Every way to guess four labels, with its probability.
+    even = [0.1] * 10
+    frequency = (plan.data.labels.bincount() / len(plan.data)).tolist()
+    wanted = Counter(truth.labels.tolist())
+    for name, prior in (("random", even), ("class prior", frequency)):
+        expected = sum(
+            math.prod(prior[k] for k in four) * (Counter(four) & wanted).total() / 4
+            for four in itertools.product(range(10), repeat=4)
+        )
+        assert labels[name] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_truth_without_a_guess_is_scored_as_the_mean_image(tmp_path):
@@ -342,18 +367,15 @@ def test_the_aggregate_is_judged_by_the_records_of_all_clients(tmp_path):
 
 
 def test_the_watcher_is_told_of_training_and_of_iterations(tmp_path):
-    rounds, iterations = [], []
-    watch = Watch(
-        train=lambda done, total: rounds.append((done, total)),
-        attack=lambda done, total, objective: iterations.append((done, total, objective)),
-    )
+    told = []
+    watch = Watch(progress=lambda case, *step: told.append(step))
     plan = tiny(
         federation={"rounds": [2]}, attack=[{"name": "inverting-gradients", "iterations": 3}]
     )
     trial = only(run(plan, Store(tmp_path), watch=watch))
-    assert rounds == [(1, 2), (2, 2)]
-    assert [(done, total) for done, total, _ in iterations] == [(1, 3), (2, 3), (3, 3)]
-    assert [objective for _, _, objective in iterations] == trial["history"]
+    assert told[:2] == [(1, 2, 0.0), (2, 2, 0.0)]
+    assert [(done, total) for done, total, _ in told[2:]] == [(1, 3), (2, 3), (3, 3)]
+    assert [objective for _, _, objective in told[2:]] == trial["history"]
 
 
 def test_the_threads_are_those_of_the_plan(tmp_path):
@@ -430,7 +452,7 @@ def test_what_an_attack_did_not_know_is_null(tmp_path):
     trial = only(run(with_attacks(tiny(), unsure=guessing(unsure)), Store(tmp_path)))
     assert trial["residual"] is None
     assert trial["history"] == [1.0, None]
-    assert trial["facts"] == {"step": None, "n": 3}
+    assert trial["facts"] == {"step": None, "n": 3, "zero_tensors": 0}
     assert trial["status"] == "done"
 
 
@@ -444,7 +466,7 @@ def test_a_method_that_does_not_apply_is_recorded_with_its_reason(tmp_path):
     assert (row["attack"], row["not_applicable"], row["failed"]) == ("flying", 1, 0)
     assert len(list((tmp_path / "trials").iterdir())) == 3
     begun = []
-    watch = Watch(begin=lambda case, index, total: begun.append(case.id))
+    watch = Watch(begin=lambda case: begun.append(case.id))
     assert without_times(run(plan, Store(tmp_path), resume=True, watch=watch)) == without_times(
         result
     )
@@ -529,6 +551,7 @@ def trial(seed: int, psnr: list[float], **more: Any) -> dict[str, Any]:
         "scores": {"psnr": psnr},
         "baselines": {"mean image": base, "random image": base, "identified": 0.1},
         "labels": None,
+        "caveats": [],
     } | more
 
 
@@ -542,7 +565,7 @@ def test_a_summary_pools_all_images_of_all_seeds():
         trial(4, [99.0], attack="b"),
         trial(5, [99.0], round=7),
     ]
-    rows = summarise(trials)
+    rows = summarise(trials, 15.0)
     assert [(r["round"], r["attack"]) for r in rows] == [(0, "a"), (0, "b"), (7, "a")]
     row, pooled = rows[0], [10.0, 30.0, 11.0, 19.0, 20.0, 12.0]
     spread_ = row["scores"]["psnr"]
@@ -556,6 +579,7 @@ def test_a_summary_pools_all_images_of_all_seeds():
     assert (row["trials"], row["failed"], row["reason"]) == (4, 1, "boom")
     assert row["records"] == 6
     assert row["success_rate"] == 2 / 6  # 20 dB counts
+    assert row["leaking"] == 3 / 6  # 15 dB or more, and well above the mean image
     assert row["risk"] == {"median": "high", "worst": "very high"}
     assert row["labels"] == pytest.approx({"accuracy": 0.75, "random": 0.1, "class prior": 0.2})
 
@@ -587,8 +611,8 @@ def test_a_result_says_what_was_audited(tmp_path):
         t["times"]["cpu_seconds"] for t in result["trials"]
     )
     (row,) = result["summary"]
-    assert set(row["scores"]) == {"ssim", "identified"}
-    assert "risk" not in row  # it is a word for a PSNR
+    assert set(row["scores"]) == {"psnr", "ssim", "identified"}
+    assert row["risk"]["median"] == metrics.risk(row["scores"]["psnr"]["median"])
 
 
 def test_cases_of_one_round_stand_together():

@@ -24,6 +24,7 @@ from leakgauge import __version__, audit, cli, data, models
 from leakgauge.attacks import ATTACKS
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import NotApplicable, PlanError
+from leakgauge.report import terminal
 from leakgauge.types import Reconstruction
 
 TINY = """
@@ -37,6 +38,8 @@ name = "analytic"
 [audit]
 seeds = [0]
 gallery = 20
+explain = false
+limit = {{ share = 1.0 }}
 {audit}
 """
 
@@ -98,15 +101,15 @@ def table_row(text, attack):
 
 def test_an_audit_prints_the_medians_of_its_result(desk, call):
     more = '[[attack]]\nname = "inverting-gradients"\niterations = 2\n[[defence]]\nname = "none"\n'
-    plan = desk / "my plan[1].toml"
+    plan = desk / "my plan[red].toml"
     plan.write_text(
         tiny(audit='metrics = ["psnr", "ssim"]', more=f'{more}[[defence]]\nname="clip"')
     )
-    got = call("audit", plan, "--out", "out[1]")
+    got = call("audit", plan, "--out", "out[bold]")
     assert got.code == 0, got.err
     assert got.err == ""
     assert max(map(cell_len, got.out.splitlines())) <= 80
-    result = json.loads((desk / "out[1]" / "result.json").read_text())
+    result = json.loads((desk / "out[bold]" / "result.json").read_text())
     assert len(result["summary"]) == 4
     sections = re.split(r"\n clip ", got.out)
     for row in result["summary"]:
@@ -117,8 +120,8 @@ def test_an_audit_prints_the_medians_of_its_result(desk, call):
         assert f" {row['scores']['identified']['mean']:.0%} " in printed
         if row["labels"]:
             assert f" {row['labels']['accuracy']:.0%} (" in printed
-    assert "What leaks: my plan[1]" in got.out
-    assert "out[1]/result.json" in got.out  # brackets in a name are no markup
+    assert "What leaks: my plan[red]" in got.out
+    assert "out[bold]/result.json" in got.out  # brackets in a name are no markup
 
 
 def row(psnr, baseline, **more):
@@ -138,7 +141,7 @@ def row(psnr, baseline, **more):
 
 def shown(*rows):
     with cli.console.capture() as capture:
-        cli.console.print(cli.summary_table({"name": "x", "summary": list(rows)}))
+        cli.console.print(terminal.summary_table({"name": "x", "summary": list(rows)}))
     return capture.get()
 
 
@@ -190,7 +193,8 @@ def test_resume_continues_and_overwrite_replaces(desk, call, refused):
     refused("audit", "plan.toml", words="--resume.*--overwrite")
     refused("audit", "plan.toml", "--resume", "--overwrite", words="either --resume or --overwrite")
     assert call("audit", "plan.toml", "--resume").code == 0
-    assert result.read_bytes() == first  # nothing ran again, not even the clock
+    trials = [json.loads(text)["trials"] for text in (first, result.read_bytes())]
+    assert trials[0] == trials[1]  # nothing ran again, not even the clock
     (desk / "plan.toml").write_text(tiny(federation="clients = 2"))
     refused("audit", "plan.toml", "--resume", words="different plan")
     assert call("audit", "plan.toml", "--overwrite").code == 0
@@ -213,7 +217,7 @@ def instead(monkeypatch):
 
 def test_a_crash_of_an_attack_is_code_3_and_the_result_is_there(desk, call, instead):
     instead(lambda seen: 1 / 0)
-    (desk / "plan.toml").write_text(tiny())
+    (desk / "plan.toml").write_text(tiny(audit="control = false"))
     got = call("audit", "plan.toml")
     assert got.code == 3
     assert got.err.startswith("error: 1 of 1 trials failed")
@@ -241,7 +245,8 @@ def test_notes_are_told_once_and_not_without_end(desk, call, instead):
         return Reconstruction(torch.zeros(1, 1, 8, 8), None, 0.0, notes=notes)
 
     instead(talkative)
-    (desk / "plan.toml").write_text(tiny().replace("seeds = [0]", "seeds = [0, 1]"))
+    plan = tiny(audit="control = false").replace("seeds = [0]", "seeds = [0, 1]")
+    (desk / "plan.toml").write_text(plan)
     got = call("audit", "plan.toml")
     assert got.out.count("note: analytic: always the same [sic] (2 trials)") == 1
     assert got.out.count("note:") == 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,9 @@ def dataset(records: int = 200, classes: int = 5) -> Dataset:
 
 def test_every_partition_is_sampled_here():
     assert {type(s) for s in SAMPLES} == set(PARTITIONS.values())
+    for sample in SAMPLES:  # knobs, not state
+        with pytest.raises(FrozenInstanceError):
+            sample.alpha = 1.0
 
 
 @pytest.mark.parametrize("partition", SAMPLES, ids=str)

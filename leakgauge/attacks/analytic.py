@@ -97,5 +97,5 @@ def grouped(rows: Tensor, tolerance: float) -> Tensor:
 
 def unexplained(gradient: Tensor, found: Tensor) -> float:
     """Share of the gradient's norm outside the span of the found rows."""
-    fit = torch.linalg.lstsq(found.T, gradient.T).solution  # (records, units)
-    return float((gradient.T - found.T @ fit).norm() / gradient.norm())
+    span = torch.linalg.qr(found.T).Q  # (pixels, records); least squares would differ in last bits
+    return float((gradient - gradient @ span @ span.T).norm() / gradient.norm())

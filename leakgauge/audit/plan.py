@@ -76,14 +76,31 @@ class Federation:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What a federation may leak: at most `share` of the records beyond `psnr` dB (and well above
+    the mean image). More is a leak, and exit code 1."""
+
+    psnr: float = 15.0
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must lie between 0 and 1, got {self.share}")
+
+
+@dataclass(frozen=True)
 class Measure:
-    """What is measured, how often, on what. `seconds` limits each attack. `threads` is fixed, not
+    """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
+    climbs from it to the audited federation. `seconds` limits each attack. `threads` is fixed, not
     the number of cores, so that a plan gives the same bytes on one core and on many."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     metrics: tuple[str, ...] = ("psnr", "affine-psnr", "ssim", "mse")
     assignment: Literal["optimal", "best-match"] = "optimal"
     gallery: int = 200
+    limit: Limit = Limit()
+    control: bool = True
+    explain: bool = True
     seconds: float | None = None
     device: str = "cpu"
     threads: int = 1

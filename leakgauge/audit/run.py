@@ -1,74 +1,41 @@
-"""Run a plan: simulate, observe, attack, score. The only place where truth and guess meet.
+"""Run a plan: controls, trials and ladder, in this process or in several, within a budget.
 
-A trial is one attack on one client of one simulated round, for one seed (weights, records and
-attack randomness all follow from it). Trials are written one by one as they end.
-
-What a trial can end as: *done*, *not applicable* (the method cannot work on this model, with its
-reason), or *failed* (it crashed; the error is kept, the command exits with code 3, and a resumed
-audit tries it again). Errors in what the user gave (plan, data, model, update) stop the audit at
-once.
+Trials are written one by one as they end; an audit that was killed, ran out of budget or was
+interrupted can be resumed and loses at most the running trials. Failed trials are tried again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from leakgauge import metrics, threat
-from leakgauge.audit import images
-from leakgauge.audit.plan import Plan, plain
+from leakgauge.audit import cases
+from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.cases import Case
+from leakgauge.audit.forecast import forecast
+from leakgauge.audit.plan import Plan, parse, plain
 from leakgauge.audit.result import assemble
 from leakgauge.audit.store import Store, write_json
-from leakgauge.errors import LeakGaugeError, NotApplicable
-from leakgauge.fl import simulate
+from leakgauge.audit.verdict import judge_control
+from leakgauge.audit.workers import Run, in_processes
+from leakgauge.errors import NotApplicable
 from leakgauge.fl.simulate import initial_model
-from leakgauge.metrics.labels import chance, multiset_accuracy
-from leakgauge.types import Batch, Metric, Reconstruction, Resources, Round
-
-HISTORY_POINTS = 200
-
-
-@dataclass(frozen=True)
-class Case:
-    """One trial to run, by the keys of the plan."""
-
-    stage: int
-    defence: str
-    attack: str
-    seed: int
-
-    @property
-    def id(self) -> str:
-        return f"round{self.stage}.{self.defence}.{self.attack}.seed{self.seed}"
 
 
 @dataclass(frozen=True)
 class Watch:
     """What a caller may want to see while an audit runs. All optional."""
 
-    begin: Callable[[Case, int, int], None] = lambda case, index, total: None
-    train: Callable[[int, int], None] = lambda done, total: None
-    attack: Callable[[int, int, float], None] = lambda done, total, objective: None
-    end: Callable[[Case, dict[str, Any]], None] = lambda case, trial: None
-
-
-def cases(plan: Plan) -> list[Case]:
-    """All trials of a plan; those that share a simulated round stand together."""
-    document = plan.document
-    return [
-        Case(stage, defence, attack, seed)
-        for stage in document.federation.rounds
-        for defence in plan.defences
-        for seed in document.audit.seeds
-        for attack in plan.attacks
-    ]
+    expect: Callable[[int], None] = lambda total: None
+    begin: Callable[[Case], None] = lambda case: None
+    progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
+    end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
 
 
 def run(
@@ -77,205 +44,180 @@ def run(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    jobs: int = 1,
+    budget: float | None = None,
+    calibrate: bool = False,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Run every trial that is not done yet and write result.json.
-
-    When no attack applies there is no audit: an error, and nothing is written.
-    """
-    watch = watch or Watch()
+    """Run every trial that is not done yet, as far as `budget` seconds reach, and write
+    result.json. Ctrl-C ends the audit early with a valid result. When no attack applies there is no
+    audit: an error, and nothing is written. `calibrate` forecasts the cost first, so that the
+    result can say how far the forecast was off."""
     torch.set_num_threads(plan.document.audit.threads)
-    measures = _measures(plan)
-    todo = cases(plan)
+    first = cases.trials(plan)[0]
     # Build the model once before anything is written: a wrong one is the user's to know now.
-    scenario = plan.scenario(todo[0].stage, todo[0].defence)
-    model = initial_model(scenario, _rng(todo[0].seed, "federation"))
+    model = initial_model(first.scenario(plan), rng_of(first.seed, "federation"))
+    bench = Bench(plan, store)
     store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
-    trials = []
-    waiting: list[dict[str, Any]] = []  # not applicable: written as soon as something else is
-    rounds = _Rounds(plan, watch)
-    for index, case in enumerate(todo):
-        trial = store.done(case.id)
-        if trial is None or trial["status"] == "failed":
-            watch.begin(case, index, len(todo))
-            trial = _trial(plan, case, rounds, measures, store, watch)
-            waiting.append(trial)
-            if trial["status"] != "not applicable":
-                _keep(store, waiting)
-        watch.end(case, trial)
-        trials.append(trial)
-    if all(trial["status"] == "not applicable" for trial in trials):
-        reasons = dict.fromkeys(f"{trial['attack']}: {trial['error']}" for trial in trials)
+    expected = None
+    session = _Session(bench, jobs, budget, watch or Watch())
+    controls = cases.controls(plan) if plan.document.audit.control else []
+    rungs: list[tuple[str, list[Case]]] = []
+    try:
+        expected = forecast(plan).plain() if calibrate else None
+        session.run([*controls, *cases.trials(plan)])
+        if plan.document.audit.explain and controls:
+            best = _best(session.pick(controls))
+            rungs = cases.ladder(plan, best) if best else []
+            session.run([case for _, rung in rungs for case in rung])
+    except KeyboardInterrupt:
+        session.interrupted = True
+    finished = session.finished
+    if finished and all(t["status"] == "not applicable" for t in finished.values()):
+        reasons = dict.fromkeys(f"{t['attack']}: {t['error']}" for t in finished.values())
         raise NotApplicable("no attack of the plan applies. " + "; ".join(reasons))
-    _keep(store, waiting)
-    result = assemble(plan, model, trials)
+    for trial in finished.values():  # something was run: what does not apply is a finding too
+        if trial["status"] == "not applicable":
+            store.keep(trial["id"], trial)
+    result = assemble(
+        plan,
+        model,
+        trials=session.pick([*controls, *cases.trials(plan), *(c for _, r in rungs for c in r)]),
+        control=_judged(session.pick(controls)),
+        rungs=[(factor, rung[0], session.pick(rung)) for factor, rung in rungs],
+        not_run=session.not_run(cases.trials(plan)),
+        sensitivity=bench.sensitivity(first) if plan.document.audit.explain else None,
+        wall=session.elapsed(),
+        forecast=expected,
+    )
+    result["interrupted"] = session.interrupted
+    store.begin()
     write_json(store.result, result)
     return result
 
 
-def _keep(store: Store, waiting: list[dict[str, Any]]) -> None:
-    for trial in waiting:
-        store.keep(trial["id"], trial)
-    waiting.clear()
+def _judged(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One control entry an attack: its best seed, for the question is whether it can work."""
+    best: dict[str, dict[str, Any]] = {}
+    for trial in trials:
+        entry = judge_control(trial)
+        kept = best.get(entry["attack"])
+        if kept is None or (entry["psnr"] or 0.0) > (kept["psnr"] or 0.0):
+            best[entry["attack"]] = entry
+    return list(best.values())
 
 
-class _Rounds:
-    """The simulated round of a case, kept while the next cases share it."""
-
-    def __init__(self, plan: Plan, watch: Watch):
-        self._plan, self._watch = plan, watch
-        self._key: tuple[int, str, int] | None = None
-        self._round: Round | None = None
-
-    def __call__(self, case: Case) -> Round:
-        key = (case.stage, case.defence, case.seed)
-        if self._round is None or key != self._key:
-            scenario = self._plan.scenario(case.stage, case.defence)
-            self._round = simulate(scenario, _rng(case.seed, "federation"), self._watch.train)
-            self._key = key
-        return self._round
+def _best(trials: list[dict[str, Any]]) -> str | None:
+    """The attack that did best on the control, if any could be run."""
+    entries = [entry for entry in _judged(trials) if entry["psnr"] is not None]
+    return str(max(entries, key=lambda e: float(e["psnr"]))["attack"]) if entries else None
 
 
-def _rng(seed: int, purpose: str) -> torch.Generator:
-    """A generator of its own for each purpose of a seed, so that none disturbs another."""
-    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+@dataclass
+class _Session:
+    """The cases of one call of `run`: what is finished, what was skipped and why."""
+
+    bench: Bench
+    jobs: int
+    budget: float | None
+    watch: Watch
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _skipped: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._expected = 0
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def pick(self, wanted: list[Case]) -> list[dict[str, Any]]:
+        """The finished trials of these cases, once each, in this order."""
+        ids = dict.fromkeys(case.id for case in wanted)
+        return [self.finished[id_] for id_ in ids if id_ in self.finished]
+
+    def not_run(self, wanted: list[Case]) -> list[dict[str, Any]]:
+        missing = [case for case in wanted if case.id not in self.finished]
+        return [
+            {"id": case.id, "attack": case.attack,
+             "reason": self._skipped.get(case.id, "interrupted")}
+            for case in missing
+        ]  # fmt: skip
+
+    def run(self, wanted: list[Case]) -> None:
+        todo = []
+        for case in dict.fromkeys(wanted):
+            known = self.finished.get(case.id)
+            if known is None:
+                known = self.bench.store.done(case.id)
+                if known is None or known["status"] == "failed":
+                    todo.append(case)
+                    continue
+            self.finished[case.id] = known
+        self._expected += len(todo)
+        self.watch.expect(self._expected)
+        for case, trial in self._each(todo):
+            if trial is None:
+                trial = _died(case, self.bench.plan)
+                self.bench.store.keep(case.id, trial)
+            self.finished[case.id] = trial
+            self.watch.end(case, trial)
+
+    def _each(self, todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any] | None]]:
+        if self.jobs > 1 and len(todo) > 1:
+            self.bench.store.begin()
+            yield from in_processes(
+                _Recipe.of(self.bench),
+                todo,
+                self.jobs,
+                may_start=self._may_start,
+                on_start=self.watch.begin,
+                on_progress=self.watch.progress,
+            )
+            return
+        for case in todo:
+            if self._may_start(case):
+                self.watch.begin(case)
+                yield case, self.bench.run(case, partial(self.watch.progress, case))
+
+    def _may_start(self, case: Case) -> bool:
+        """Whether the budget still holds what a trial of this attack took so far."""
+        if self.budget is None:
+            return True
+        took = [t["times"]["wall_seconds"] for t in self.finished.values()
+                if t["attack"] == case.attack]  # fmt: skip
+        need = sum(took) / len(took) if took else 0.0
+        if self.elapsed() + need <= self.budget:
+            return True
+        self._skipped[case.id] = f"the budget of {self.budget:g} s was spent"
+        return False
 
 
-def _trial(
-    plan: Plan,
-    case: Case,
-    rounds: _Rounds,
-    measures: dict[str, Metric],
-    store: Store,
-    watch: Watch,
-) -> dict[str, Any]:
-    document = plan.document
-    trial: dict[str, Any] = {
-        "id": case.id,
-        "round": case.stage,
-        "defence": case.defence,
-        "attack": case.attack,
-        "seed": case.seed,
-        "realism": threat.realism(document.threat),
-        "status": "done",
-        "error": None,
+@dataclass(frozen=True)
+class _Recipe:
+    """How a worker process makes its own bench: plain values only, so that they can be sent."""
+
+    document: dict[str, Any]
+    name: str
+    folder: Path
+    out: Path
+
+    @classmethod
+    def of(cls, bench: Bench) -> _Recipe:
+        plan = bench.plan
+        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out)
+
+    def __call__(self) -> Run:
+        plan = parse(self.document, self.name, self.folder)
+        torch.set_num_threads(plan.document.audit.threads)
+        return Bench(plan, Store(self.out)).run
+
+
+def _died(case: Case, plan: Plan) -> dict[str, Any]:
+    """The trial of a case whose worker was killed twice."""
+    return case.header(plan) | {
+        "status": "failed",
+        "error": "the process of this trial was killed twice (out of memory?)",
+        "times": {"wall_seconds": 0.0, "cpu_seconds": 0.0},
     }
-    began, cpu = time.monotonic(), time.process_time()
-    seen = None
-    try:
-        round_ = rounds(case)
-        seen = threat.observe(round_, document.threat)
-        resources = Resources(
-            device=document.audit.device, seconds=document.audit.seconds, progress=watch.attack
-        )
-        attack_rng = _rng(case.seed, f"attack/{case.attack}")
-        guess = plan.attacks[case.attack].reconstruct(seen, attack_rng, resources)
-        truth = threat.covered(round_, document.threat)
-        scored, paired = score(plan, guess, truth, measures, _rng(case.seed, "score"))
-    except NotApplicable as reason:
-        trial |= {"status": "not applicable", "error": str(reason)}
-    except Exception as error:
-        if isinstance(error, LeakGaugeError) and seen is None:
-            raise  # the user's federation is wrong, not the attack
-        trial |= {
-            "status": "failed",
-            "error": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(limit=-4),
-        }
-    else:
-        store.begin()
-        psnr = scored["scores"].get("psnr")
-        trial |= scored
-        trial["images"] = images.save(store.images / case.id, truth.inputs, paired, psnr)
-    trial["times"] = {
-        "wall_seconds": time.monotonic() - began,
-        "cpu_seconds": time.process_time() - cpu,
-    }
-    return trial
-
-
-def score(
-    plan: Plan,
-    guess: Reconstruction,
-    truth: Batch,
-    measures: dict[str, Metric],
-    rng: torch.Generator,
-) -> tuple[dict[str, Any], Tensor]:
-    """Everything measured on one guess, each number beside its no-information baseline; and the
-    guesses in the order of the truths."""
-    audit = plan.document.audit
-    others = _others(plan.data.inputs, truth.inputs, audit.gallery, rng)
-    mean = metrics.baselines.mean_image(others).expand_as(truth.inputs)
-    pair = metrics.assign.optimal if audit.assignment == "optimal" else metrics.assign.best_match
-    index = pair(guess.inputs, truth.inputs)
-    found = index >= 0
-    paired = mean.clone()  # a truth without a guess is scored as if nothing were known
-    paired[found] = guess.inputs[index[found]].to(paired)
-    chosen = metrics.baselines.random_images(others, len(truth), rng)
-    gallery = torch.cat([truth.inputs, others])
-    identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
-    return {
-        "records": len(truth),
-        "guesses": len(guess.inputs),
-        "scores": {n: m(paired, truth.inputs).tolist() for n, m in measures.items()}
-        | {"identified": (identified * found).tolist()},
-        "baselines": {
-            "mean image": {n: m(mean, truth.inputs).tolist() for n, m in measures.items()},
-            "random image": {n: m(chosen, truth.inputs).tolist() for n, m in measures.items()},
-            "identified": 1 / len(gallery),
-        },
-        "labels": _labels(guess.labels, truth.labels, plan),
-        "residual": plain(guess.residual),
-        "history": plain(_thinned(guess.history)),
-        "notes": list(guess.notes),
-        "facts": plain(guess.facts),
-    }, paired
-
-
-def _measures(plan: Plan) -> dict[str, Metric]:
-    """The metrics of the plan; LPIPS is loaded here, so that its absence is said at once."""
-    wanted = plan.document.audit.metrics
-    return {
-        name: metrics.load_lpips() if name == "lpips" else metrics.METRICS[name] for name in wanted
-    }
-
-
-def _others(inputs: Tensor, truths: Tensor, count: int, rng: torch.Generator) -> Tensor:
-    """Up to `count` images of the set that are none of the truths."""
-    private = {truth.numpy().tobytes() for truth in truths}
-    kept: list[Tensor] = []
-    seen = set(private)
-    for i in torch.randperm(len(inputs), generator=rng).tolist():
-        key = inputs[i].numpy().tobytes()
-        if key not in seen:  # an image that stands twice could never be identified
-            seen.add(key)
-            kept.append(inputs[i])
-        if len(kept) == count:
-            break
-    if not kept:
-        raise NotApplicable(
-            f"the data set holds no image beside the {len(truths)} attacked ones: scores need some "
-            "for their baselines; use more data or fewer records"
-        )
-    return torch.stack(kept)
-
-
-def _labels(guess: Tensor | None, truth: Tensor, plan: Plan) -> dict[str, Any] | None:
-    if guess is None:
-        return None
-    classes = len(plan.data.classes)
-    frequency = plan.data.labels.bincount(minlength=classes) / len(plan.data)
-    return {
-        "guess": sorted(guess.tolist()),
-        "truth": sorted(truth.tolist()),
-        "accuracy": multiset_accuracy(guess, truth, classes),
-        "random": chance(truth, torch.full((classes,), 1 / classes)),
-        "class prior": chance(truth, frequency),
-    }
-
-
-def _thinned(history: tuple[float, ...]) -> list[float]:
-    """At most HISTORY_POINTS values, evenly spaced, the last one included."""
-    step = -(-len(history) // HISTORY_POINTS) or 1
-    return list(history[::-1][::step][::-1])

@@ -90,8 +90,8 @@ FINISHED_TRIAL = TRIAL | {
     "labels": Maybe(
         {"guess": [int], "truth": [int], "accuracy": float, "random": float, "class prior": float}
     ),
-    "residual": float,
-    "history": [float],
+    "residual": Maybe(float),
+    "history": [Maybe(float)],
     "notes": [str],
     "facts": dict,
     "caveats": [str],

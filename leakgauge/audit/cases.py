@@ -1,0 +1,109 @@
+"""What an audit consists of: controls first, then the trials of the plan, then the ladder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from leakgauge.audit.ladder import factors, weakened
+from leakgauge.audit.plan import NO_DEFENCE, Plan
+from leakgauge.fl import Scenario
+from leakgauge.threat import realism
+from leakgauge.types import ThreatModel
+
+CONTROL_SEEDS = 2  # a control asks whether an attack can work at all, not how well
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trial to run, by the keys of the plan.
+
+    `kept` names the factors of the audited scenario that stand; None keeps all of them.
+    """
+
+    kind: Literal["control", "trial", "ladder"]
+    stage: int
+    defence: str
+    attack: str
+    seed: int
+    kept: tuple[str, ...] | None = None
+
+    @property
+    def id(self) -> str:
+        if self.kept is None:
+            place = f"round{self.stage}.{self.defence}"
+        else:
+            place = "+".join(["twin", *self.kept]).replace(" ", "-")
+        return f"{place}.{self.attack}.seed{self.seed}"
+
+    def keeps(self, factor: str) -> bool:
+        return self.kept is None or factor in self.kept
+
+    def header(self, plan: Plan) -> dict[str, Any]:
+        """What a trial says of itself before it is run."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "round": self.stage if self.keeps("stage") else 0,
+            "defence": self.defence if self.keeps("defence") else NO_DEFENCE,
+            "attack": self.attack,
+            "seed": self.seed,
+            "realism": realism(self.threat(plan)),
+        }
+
+    def scenario(self, plan: Plan) -> Scenario:
+        scenario = plan.scenario(self.stage, self.defence)
+        return scenario if self.kept is None else weakened(scenario, self.kept)
+
+    def threat(self, plan: Plan) -> ThreatModel:
+        threat = plan.document.threat
+        if self.keeps("aggregation"):
+            return threat
+        # One client takes part: whoever looks sees that client's update.
+        return replace(threat, actor="server", client=0)
+
+
+def trials(plan: Plan) -> list[Case]:
+    """The trials of the plan: cheap attacks first; those that share a round stand together."""
+    cheap_first = sorted(plan.attacks, key=lambda name: _effort(plan, name))
+    return [
+        Case("trial", stage, defence, attack, seed)
+        for stage in plan.document.federation.rounds
+        for defence in plan.defences
+        for seed in plan.document.audit.seeds
+        for attack in cheap_first
+    ]
+
+
+def controls(plan: Plan) -> list[Case]:
+    """Every attack on the known-weak twin; where the audit holds that very twin, its trials."""
+    seeds = plan.document.audit.seeds[:CONTROL_SEEDS]
+    for case in trials(plan):
+        if not factors(case.scenario(plan), plan.document.threat.actor):
+            place = (case.stage, case.defence)
+            return [Case("trial", *place, a, s) for s in seeds for a in plan.attacks]
+    stage, defence = plan.document.federation.rounds[0], next(iter(plan.defences))
+    return [Case("control", stage, defence, a, s, ()) for s in seeds for a in plan.attacks]
+
+
+def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
+    """Rung by rung from the twin to the audited scenario that differs from it most: the factor
+    that each rung puts back, and its cases."""
+    actor = plan.document.threat.actor
+    places = [(s, d) for s in plan.document.federation.rounds for d in plan.defences]
+    stage, defence = max(places, key=lambda place: len(factors(plan.scenario(*place), actor)))
+    found = factors(plan.scenario(stage, defence), actor)
+    if not found:
+        return []
+    seeds = plan.document.audit.seeds[:CONTROL_SEEDS]
+    rungs = [("twin", [case for case in controls(plan) if case.attack == attack])]
+    for count, factor in enumerate(found[:-1], start=1):
+        kept = tuple(found[:count])
+        rungs.append((factor, [Case("ladder", stage, defence, attack, s, kept) for s in seeds]))
+    rungs.append((found[-1], [Case("trial", stage, defence, attack, s) for s in seeds]))
+    return rungs
+
+
+def _effort(plan: Plan, name: str) -> int:
+    attack = plan.attacks[name]
+    return int(getattr(attack, "iterations", 0)) * int(getattr(attack, "restarts", 1))

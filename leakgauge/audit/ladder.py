@@ -1,0 +1,84 @@
+"""Known-weak twins of a scenario: the positive control, and the ladder that explains a result.
+
+The weakest twin has one record, one plain SGD step, batch norm in eval mode, an untrained model, no
+aggregation with others and no defence. If an attack cannot break that, its failure elsewhere says
+nothing. From there the ladder puts the user's own factors back one by one, in a fixed order, until
+it is the audited scenario again: the rung where the score falls most is the factor that protects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from leakgauge.fl import Scenario
+from leakgauge.types import Actor, LocalTraining
+
+FACTORS = ("batch", "steps", "batch norm", "aggregation", "stage", "defence")
+
+
+def weakened(scenario: Scenario, kept: Collection[str]) -> Scenario:
+    """The scenario with every factor that is not in `kept` at its weakest."""
+    training = scenario.training
+    records = training.batch_size if scenario.records is None else scenario.records
+    if "batch" not in kept:
+        training, records = replace(training, batch_size=1), 1
+    if "steps" not in kept:
+        training = replace(
+            training, steps=1, epochs=None, optimiser="sgd", momentum=0.0, weight_decay=0.0
+        )
+        records = training.batch_size  # one step sees one batch
+    if "batch norm" not in kept:
+        training = replace(training, batch_norm="eval", dropout="off")
+    return replace(
+        scenario,
+        training=training,
+        records=records,
+        participants=scenario.participants if "aggregation" in kept else 1,
+        rounds=scenario.rounds if "stage" in kept else 0,
+        defence=scenario.defence if "defence" in kept else None,
+    )
+
+
+def factors(scenario: Scenario, actor: Actor) -> list[str]:
+    """The factors in which the scenario differs from its weakest twin, in the ladder's order."""
+    weak = weakened(scenario, ())
+    differs = {
+        "batch": (scenario.training.batch_size, scenario.records or 1) != (1, 1),
+        "steps": _steps(scenario.training) != _steps(weak.training),
+        "batch norm": _modes(scenario.training) != _modes(weak.training),
+        # A server that sees each update by itself is not hindered by the other clients.
+        "aggregation": actor != "server" and (scenario.participants or scenario.clients) > 1,
+        "stage": scenario.rounds > 0,
+        "defence": scenario.defence is not None,
+    }
+    return [factor for factor in FACTORS if differs[factor]]
+
+
+def describe(scenario: Scenario, factor: str) -> str:
+    """What putting this factor back means, in words."""
+    training = scenario.training
+    steps = f"{training.epochs} epochs" if training.epochs else f"{training.steps} local steps"
+    return {
+        "twin": "batch 1, one step, eval batch norm, untrained, no defence",
+        "batch": f"batch 1 → {training.batch_size}",
+        "steps": f"one plain step → {steps} of {training.optimiser}",
+        "batch norm": f"eval → {training.batch_norm} batch norm, dropout {training.dropout}",
+        "aggregation": f"one client → {scenario.participants or scenario.clients} aggregated",
+        "stage": f"untrained → after {scenario.rounds} rounds",
+        "defence": f"no defence → {scenario.defence}",
+    }[factor]
+
+
+def _steps(training: LocalTraining) -> tuple[object, ...]:
+    return (
+        training.steps,
+        training.epochs,
+        training.optimiser,
+        training.momentum,
+        training.weight_decay,
+    )
+
+
+def _modes(training: LocalTraining) -> tuple[str, str]:
+    return training.batch_norm, training.dropout

@@ -1,0 +1,720 @@
+"""What a report says, in words and numbers, before it has a form.
+
+HTML, markdown and PDF take their text from here, so that they cannot say different things. All
+functions are pure; a result is the table that `audit.schema.load` returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from leakgauge.errors import InputError
+
+Result: TypeAlias = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
+Images: TypeAlias = Literal["show", "blur", "hide"]
+
+NOTHING = "–"
+SPACE = "\N{NO-BREAK SPACE}"
+MOST_LISTED = 20  # entries of a list that could be as long as the audit
+MOST_CHARACTERS = 4_000  # of one error or one traceback
+
+REALISM = {
+    "realistic": "the attacker holds only what the protocol shows anyway",
+    "informed": "the attacker holds more, of a kind that a determined one could obtain",
+    "oracle": "the attacker was told truths that none would have: an upper bound",
+}
+JUDGED = ("realistic", "informed")
+"""The verdict rests on these alone."""
+
+ACTORS = {
+    "server": (
+        "An honest-but-curious server",
+        "the global model and one client's own update",
+        "the client's images",
+    ),
+    "aggregate": (
+        "A server behind secure aggregation",
+        "the global model and the weighted mean of the round's updates",
+        "any single client's update, any client's images",
+    ),
+    "client": (
+        "A curious client",
+        "two consecutive global models, and its own records",
+        "any other client's update or images",
+    ),
+}
+RISKS = {
+    "low": "below 10 dB: little can be recognised",
+    "medium": "from 10 dB: a small portion of the records can be recognised",
+    "high": "from 15 dB: most records can be recognised",
+    "very high": "from 20 dB: nearly all records can be recognised",
+}
+OUTCOMES = {
+    "leaks": "Leaks",
+    "below the limit": "Below the limit",
+    "inconclusive": "Inconclusive",
+    "failed": "Failed",
+}
+NO_VERDICT = "No verdict"
+
+
+# Numbers as text
+
+
+def decibels(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1f}{SPACE}dB"
+
+
+def percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{100 * value:.0f}{SPACE}%"
+
+
+def span(pair: tuple[float, float] | list[float]) -> str:
+    low, high = f"{pair[0]:.1f}", f"{pair[1]:.1f}"
+    return f"{low} to {high}" if "-" in low + high else f"{low}–{high}"
+
+
+def change(value: float | None) -> str:
+    """A difference in decibels, with its sign."""
+    return NOTHING if value is None else f"{value:+.1f}{SPACE}dB".replace("-", "\N{MINUS SIGN}")
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def tidy(text: str) -> str:
+    """Text without characters that steer a terminal or turn the reading direction."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or _harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _harmless(character: str) -> bool:
+    # Cc: control; Cs: half a character; Cf: invisible, among them those that turn the direction
+    return unicodedata.category(character) not in ("Cc", "Cs") and character not in _TURNS
+
+
+_TURNS = {chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def wilson(share: float, records: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927): stays within 0 and 1, and is honest at both ends."""
+    z = 1.96
+    centre = share + z * z / (2 * records)
+    half = z * math.sqrt(share * (1 - share) / records + z * z / (4 * records * records))
+    scale = 1 + z * z / records
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+# Looking into tables whose keys are the user's
+
+
+def table(value: Any, *keys: str) -> dict[str, Any]:
+    """The table below these keys; empty if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def tables(value: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The array of tables at this key; empty if there is none."""
+    found = value.get(key)
+    return [t for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+
+
+def check_images(images: str) -> None:
+    if images not in get_args(Images):
+        raise InputError(f"images: expected show, blur or hide, got {images!r}")
+
+
+# The verdict
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of the first page."""
+
+    label: str
+    value: str
+    note: str
+
+
+def outcome(result: Result) -> str:
+    """The verdict in a word or two."""
+    return OUTCOMES[result["verdict"]["outcome"]] if result["verdict"] else NO_VERDICT
+
+
+def headline(result: Result) -> str:
+    if result["verdict"]:
+        return str(result["verdict"]["headline"])
+    return "This result was written before audits gave a verdict: run the audit again to get one."
+
+
+def risk_level(result: Result) -> str | None:
+    """The risk in a word, where the strongest attack did better than a mean image."""
+    worst = table(result, "verdict", "worst")
+    row = _row_of(result, worst) if worst else {}
+    if "scores" in row and not above_baseline(row):
+        return None
+    level: str | None = table(result, "verdict").get("risk")
+    return level
+
+
+def key_figures(result: Result) -> list[Figure]:
+    """What an officer reads first: typical and worst leak, how many records, their labels."""
+    worst = table(result, "verdict", "worst")
+    if not worst:
+        return []
+    row = _row_of(result, worst)
+    limit = result["verdict"]["limit"]
+    base = row.get("baselines", {}).get("mean image", {}).get("psnr")
+    figures = [
+        Figure(
+            "Typical leak",
+            decibels(worst["median"]),
+            f"median PSNR of the strongest attack; 95{SPACE}% interval {span(worst['interval'])} dB"
+            + (f"; a mean image scores {decibels(base)}" if base is not None else ""),
+        ),
+        Figure(
+            "Worst record",
+            decibels(worst["most"]),
+            f"the highest of {count(worst['records'], 'record')}: more records can only raise it",
+        ),
+    ]
+    if worst["records"]:
+        low, high = wilson(worst["share"], worst["records"])
+        figures.append(
+            Figure(
+                "Records that leak",
+                percent(worst["share"]),
+                f"95{SPACE}% interval {percent(low)} to {percent(high)}; the limit is "
+                f"{percent(limit['share'])} of the records at {limit['psnr']:g}{SPACE}dB",
+            )
+        )
+    if labels := row.get("labels"):
+        figures.append(
+            Figure(
+                "Labels read",
+                percent(labels["accuracy"]),
+                f"guessing at random gives {percent(labels['random'])}, guessing by class "
+                f"frequency {percent(labels['class prior'])}",
+            )
+        )
+    return figures
+
+
+def strongest_setting(result: Result) -> str | None:
+    """Where the first page's numbers come from."""
+    worst = table(result, "verdict", "worst")
+    if not worst:
+        return None
+    realism = _row_of(result, worst).get("realism")
+    return f"{worst['attack']}, defence {worst['defence']}, round {worst['round']}" + (
+        f" ({realism} attacker)" if realism else ""
+    )
+
+
+def _row_of(result: Result, worst: dict[str, Any]) -> Row:
+    keys = ("round", "defence", "attack")
+    return next(
+        (row for row in result["summary"] if all(row[key] == worst[key] for key in keys)), {}
+    )
+
+
+# Scope and threat
+
+
+def scope(result: Result) -> list[tuple[str, str]]:
+    """What was audited, as label and value."""
+    federation, plan = result["federation"], table(result["plan"], "federation")
+    training = table(plan, "training")
+    channels, height, width = federation["shape"]
+    names = federation["classes"]
+    listed = ", ".join(names[:10]) + (f" and {len(names) - 10:,} more" if len(names) > 10 else "")
+    rows = [
+        ("Model", f"{federation['model']}, {federation['parameters']:,} parameters"),
+        ("Data", f"{federation['data']}, {count(federation['records'], 'record')}"),
+        ("Record", f"{channels} × {height} × {width} (channels × height × width)"),
+        ("Classes", f"{len(names):,}: {listed}"),
+    ]
+    if training:
+        rows.append(("Local training", _training(training)))
+    if "clients" in plan:
+        taking = plan.get("participants")
+        part = f"of which {taking} take part in a round" if taking else "all in every round"
+        rows.append(("Clients", f"{plan['clients']}, {part}"))
+    done = [trial for trial in result["trials"] if trial["kind"] == "trial"]
+    rounds = sorted({trial["round"] for trial in done})
+    seeds = sorted({trial["seed"] for trial in done})
+    rows += [
+        ("Attacked rounds", _listed(rounds) + " (0 is the untrained model)" if rounds else NOTHING),
+        ("Seeds", f"{len(seeds)}: {_listed(seeds)}" if seeds else NOTHING),
+        ("Trials", _trial_counts(result)),
+    ]
+    return rows
+
+
+def _training(training: dict[str, Any]) -> str:
+    epochs = training.get("epochs")
+    steps = f"epochs {epochs}" if epochs else f"steps {training.get('steps', 1)}"
+    words = [f"batch {training.get('batch_size')}", steps, f"lr {training.get('lr')}"]
+    words += [str(training["optimiser"])] if "optimiser" in training else []
+    words += [f"batch norm {training['batch_norm']}"] if "batch_norm" in training else []
+    return ", ".join(words)
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:MOST_LISTED])
+    return shown + (f" and {len(numbers) - MOST_LISTED:,} more" * (len(numbers) > MOST_LISTED))
+
+
+def _trial_counts(result: Result) -> str:
+    kinds = Counter(trial["kind"] for trial in result["trials"])
+    words = [count(kinds["trial"], "trial")]
+    words += [count(kinds["control"], "positive control")] if kinds["control"] else []
+    words += [f"{kinds['ladder']:,} on the ladder"] if kinds["ladder"] else []
+    words += [f"{len(result['not_run']):,} not run"] if result["not_run"] else []
+    return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """One line of the knowledge table."""
+
+    item: str
+    words: str
+    held: bool
+
+
+def threat_sentence(result: Result) -> str:
+    threat = result["threat"]
+    if not threat:
+        return "This result was written before the threat model was part of it; see the plan."
+    who = ACTORS[threat["actor"]][0]
+    victim = f" against client {threat['client']}" if threat["actor"] == "server" else ""
+    return f"{who}{victim}. Its numbers are {threat['realism']}: {REALISM[threat['realism']]}."
+
+
+def knowledge(result: Result) -> list[Knowledge]:
+    """What the attacker holds and what not."""
+    threat = result["threat"]
+    if not threat:
+        return []
+    _, sees, misses = ACTORS[threat["actor"]]
+    words = threat["knowledge"]
+    return [
+        Knowledge("sees", sees, True),
+        *(Knowledge(item, words.get(item, ""), True) for item in threat["holds"]),
+        *(Knowledge(item, words.get(item, ""), False) for item in threat["withheld"]),
+        Knowledge("private", misses, False),
+    ]
+
+
+# Findings
+
+
+def measured(result: Result) -> list[Row]:
+    return [row for row in result["summary"] if "scores" in row]
+
+
+def psnr(row: Row) -> dict[str, Any] | None:
+    spread: dict[str, Any] | None = row["scores"].get("psnr")
+    return spread
+
+
+def baseline(row: Row) -> float | None:
+    value: float | None = row["baselines"]["mean image"].get("psnr")
+    return value
+
+
+def above_baseline(row: Row) -> bool:
+    """Whether the median says more than a mean image; below that, no word for a risk fits it."""
+    spread, base = psnr(row), baseline(row)
+    return spread is None or base is None or bool(spread["median"] > base)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row of the summary, every number as text; `state` says why there are none."""
+
+    round: int
+    defence: str
+    attack: str
+    records: str = "0"
+    median: str = NOTHING
+    interval: str = NOTHING
+    quartiles: str = NOTHING
+    worst: str = NOTHING
+    base: str = NOTHING
+    ssim: str = NOTHING
+    found: str = NOTHING
+    chance: str = NOTHING
+    labels: str = NOTHING
+    guessing: str = NOTHING
+    risk: str | None = None
+    realism: str | None = None
+    caveats: tuple[str, ...] = ()
+    state: str | None = None
+
+
+def findings(result: Result) -> list[Finding]:
+    return [_finding(row) for row in result["summary"]]
+
+
+def _finding(row: Row) -> Finding:
+    head = (row["round"], row["defence"], row["attack"])
+    if "scores" not in row:
+        word = "failed" if row["failed"] else "not applicable"
+        state = f"{word}: {shortened(row['reason'] or 'no reason given', 300)}"
+        return Finding(*head, state=state)
+    spread, ssim, found = psnr(row), row["scores"].get("ssim"), row["scores"].get("identified")
+    labels = row["labels"]
+    caveats = list(dict.fromkeys(row["caveats"]))
+    if row["failed"]:
+        caveats.insert(0, f"{row['failed']} of {count(row['trials'], 'trial')} failed")
+    if len(caveats) > 6:
+        caveats = [*caveats[:6], f"and {len(caveats) - 6} more in result.json"]
+    return Finding(
+        *head,
+        records=f"{row['records']:,}",
+        median=decibels(spread["median"] if spread else None),
+        interval=span(spread["interval"]) if spread else NOTHING,
+        quartiles=span(spread["quartiles"]) if spread else NOTHING,
+        worst=decibels(spread["most"] if spread else None),
+        base=decibels(baseline(row)),
+        ssim=f"{ssim['median']:.2f}" if ssim else NOTHING,
+        found=percent(found["mean"] if found else None),
+        chance=f"{100 * row['baselines']['identified']:.2g}{SPACE}%",
+        labels=percent(labels["accuracy"] if labels else None),
+        guessing=percent(labels["random"] if labels else None),
+        risk=row["risk"]["median"] if "risk" in row and above_baseline(row) else None,
+        realism=row["realism"],
+        caveats=tuple(shortened(caveat, 400) for caveat in caveats),
+    )
+
+
+def labelled(result: Result) -> list[Row]:
+    return [row for row in measured(result) if row["labels"]]
+
+
+def strongest(rows: list[Row]) -> Row:
+    """The row that leaks most: by the share of records that leak, then by the median."""
+    return max(rows, key=lambda row: (row.get("leaking", 0.0), (psnr(row) or {})["median"]))
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A defence at one stage, judged by the strongest attack that the verdict may use."""
+
+    round: int
+    defence: str
+    settings: str
+    row: Row
+    change: float | None
+    accuracy: str | None
+
+
+def trade_off(result: Result) -> list[Trade]:
+    """Leak against defence, when there is more than one; accuracy where it was measured."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in measured(result):
+        if row["realism"] in JUDGED and psnr(row):
+            groups.setdefault((row["round"], row["defence"]), []).append(row)
+    if len({defence for _, defence in groups}) < 2:
+        return []
+    best = {key: strongest(rows) for key, rows in groups.items()}
+    options = settings(result, "defence")
+    trades = []
+    for (stage, defence), row in best.items():
+        bare = best.get((stage, "none"))
+        difference = (
+            row["scores"]["psnr"]["median"] - bare["scores"]["psnr"]["median"]
+            if bare and defence != "none"
+            else None
+        )
+        trades.append(
+            Trade(stage, defence, options.get(defence, ""), row, difference, _accuracy(row))
+        )
+    return trades
+
+
+def _accuracy(row: Row) -> str | None:
+    utility = row.get("utility")
+    if not utility:
+        return None
+    cost = utility["change"]
+    return percent(utility["accuracy"]) + (
+        f" ({100 * cost:+.1f} points)".replace("-", "\N{MINUS SIGN}") if cost is not None else ""
+    )
+
+
+def settings(result: Result, kind: Literal["attack", "defence"]) -> dict[str, str]:
+    """Options of each attack or defence as the plan gives them, by the key that names its rows."""
+    named: dict[str, str] = {}
+    for options in tables(result["plan"], kind):
+        name = key = str(options.get("name", ""))
+        again = 1
+        while key in named:  # as in the plan: a name used again gets a number
+            again += 1
+            key = f"{name}-{again}"
+        named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
+    return named
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What became of one attack of the plan."""
+
+    attack: str
+    settings: str
+    done: int
+    not_applicable: int
+    failed: int
+    not_run: int
+    reasons: tuple[str, ...]
+
+
+def coverage(result: Result) -> list[Coverage]:
+    """Attacks run and not run, with the reasons."""
+    options = settings(result, "attack")
+    status: dict[str, Counter[str]] = {name: Counter() for name in options}
+    reasons: dict[str, Counter[str]] = {}
+    for trial in result["trials"]:
+        if trial["kind"] == "trial":
+            status.setdefault(trial["attack"], Counter())[trial["status"]] += 1
+            if trial["status"] != "done":
+                why = f"{trial['status']}: {shortened(trial['error'] or 'no reason given', 300)}"
+                reasons.setdefault(trial["attack"], Counter())[why] += 1
+    for entry in result["not_run"]:
+        status.setdefault(entry["attack"], Counter())["not run"] += 1
+        why = f"not run: {shortened(entry['reason'], 300)}"
+        reasons.setdefault(entry["attack"], Counter())[why] += 1
+    return [
+        Coverage(
+            attack,
+            options.get(attack, ""),
+            seen["done"],
+            seen["not applicable"],
+            seen["failed"],
+            seen["not run"],
+            _counted(reasons.get(attack, Counter()), 6),
+        )
+        for attack, seen in status.items()
+    ]
+
+
+def _counted(texts: Counter[str], most: int) -> tuple[str, ...]:
+    shown = [f"{text} ({n} times)" if n > 1 else text for text, n in texts.most_common(most)]
+    return (*shown, f"and {len(texts) - most} more in result.json") if len(texts) > most else (
+        *shown,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A crash, with the trials that ended in it."""
+
+    error: str
+    traceback: str
+    trials: int
+    example: str
+
+
+def failures(result: Result) -> tuple[list[Failure], int]:
+    """Crashes by their error, the most frequent first, and how many kinds are left out."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for trial in result["trials"]:
+        if trial["status"] == "failed":
+            groups.setdefault(trial["error"] or "no message", []).append(trial)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    shown = [
+        Failure(
+            shortened(error),
+            shortened(trials[0].get("traceback", "")),
+            len(trials),
+            trials[0]["id"],
+        )
+        for error, trials in ordered[:MOST_LISTED]
+    ]
+    return shown, max(0, len(ordered) - MOST_LISTED)
+
+
+def notes(result: Result) -> tuple[str, ...]:
+    """What the attacks themselves noted, with how often."""
+    texts = Counter(
+        f"{trial['attack']}: {shortened(note, 300)}"
+        for trial in result["trials"]
+        if trial["status"] == "done"
+        for note in trial["notes"]
+    )
+    return _counted(texts, MOST_LISTED)
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """All numbers that were made with one kind of help."""
+
+    realism: str
+    meaning: str
+    rows: int
+    records: int
+    highest: str
+    counts: bool
+
+
+def ledger(result: Result) -> list[LedgerLine]:
+    """Every number by what the attacker was granted; only the first two kinds count."""
+    lines = []
+    for realism, meaning in REALISM.items():
+        rows = [row for row in measured(result) if row["realism"] == realism]
+        medians = [spread["median"] for row in rows if (spread := psnr(row))]
+        lines.append(
+            LedgerLine(
+                realism,
+                meaning,
+                len(rows),
+                sum(row["records"] for row in rows),
+                decibels(max(medians, default=None)),
+                realism in JUDGED,
+            )
+        )
+    return lines
+
+
+def limits(result: Result, images: Images) -> list[str]:
+    """What this report does not say."""
+    rows = measured(result)
+    texts = [
+        "An audit attacks; it does not prove. What these attacks did not recover may still be "
+        "recoverable: a stronger attack, more iterations or more knowledge can only raise a leak.",
+        "The numbers hold for this model, data, protocol, training stage and threat model. Another "
+        "batch size, learning rate or round needs an audit of its own.",
+        "No attacker in this audit manipulates the model it sends. A malicious server can do more.",
+        "PSNR compares pixels. A face can be recognised at a low PSNR, and a flat picture scores "
+        "high against any grey guess: read every number beside its baseline.",
+        "Intervals are a 95 % bootstrap of the median over records, which are taken as "
+        "independent. Records of one batch are not, and with fewer than ten records the interval "
+        "is too narrow.",
+    ]
+    fewest = min((row["records"] for row in rows), default=None)
+    if fewest is not None and fewest < 10:
+        texts[-1] += f" Here the smallest row has {count(fewest, 'record')}."
+    if not result["verdict"]:
+        texts.insert(0, "There is no verdict and no positive control in this older result.")
+    elif not any(entry["passed"] for entry in result["control"]):
+        texts.insert(
+            0,
+            "No attack broke the known-weak twin: a low number here is no evidence of safety.",
+        )
+    if len({row["defence"] for row in rows}) > 1:
+        texts.append("A defence is judged by the attacks listed here, not by all there are.")
+        if not any(row.get("utility") for row in rows):
+            texts.append("What the defences cost in accuracy was not measured.")
+    if result["not_run"]:
+        texts.append(f"{count(len(result['not_run']), 'trial')} of the plan did not run.")
+    if images == "blur":
+        texts.append(
+            "Pictures are reduced to a few blocks before they enter this report; the originals "
+            "stay in the folder of the audit."
+        )
+    return texts
+
+
+# Annex
+
+
+def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
+    """What is needed to find and repeat this audit."""
+    times = result["times"]
+    rows = [
+        *([("result.json, sha256", checksum(folder))] if folder else []),
+        ("Plan, sha256", result["fingerprint"]),
+        ("Schema", str(result["schema"])),
+        ("LeakGauge", result["leakgauge"]),
+        *((name, version) for name, version in result["versions"].items()),
+        ("Seeds", _listed(sorted({trial["seed"] for trial in result["trials"]})) or NOTHING),
+        ("Finished", times["finished"] or NOTHING),
+        ("CPU time", duration(times["cpu_seconds"])),
+    ]
+    if times["wall_seconds"] is not None:
+        rows.append(("Wall time", duration(times["wall_seconds"])))
+    if forecast := times["forecast"]:
+        error = forecast["error"]
+        rows.append(
+            (
+                "Forecast",
+                f"{duration(forecast['cpu_seconds'])} of CPU time, {forecast['megabytes']:.0f} MB"
+                + (f"; {_forecast_error(error)}" if error is not None else ""),
+            )
+        )
+    return rows
+
+
+def _forecast_error(error: float) -> str:
+    return f"it was {percent(abs(error))} too {'high' if error > 0 else 'low'}"
+
+
+def checksum(folder: Path) -> str:
+    """sha256 of the result.json in this folder, by which a report belongs to it."""
+    try:
+        return hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()
+    except OSError:
+        return "result.json was not beside this report when it was made"
+
+
+def plan_text(result: Result) -> str:
+    """The plan as TOML; keys without a value are left out."""
+    return shortened("\n".join(_toml_lines(result["plan"], ())).strip() + "\n", 40_000)
+
+
+def _toml_lines(content: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    lines, below = [], []
+    for key, value in content.items():
+        name = ".".join(_toml_key(part) for part in (*path, key))
+        if value is None:
+            continue
+        if isinstance(value, dict) and (not path or len(value) > 3):
+            below += ["", f"[{name}]", *_toml_lines(value, (*path, key))]
+        elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+            for item in value:
+                below += ["", f"[[{name}]]", *_toml_lines(item, (*path, key))]
+        else:
+            lines.append(f"{_toml_key(key)} = {toml(value)}")
+    return lines + below
+
+
+def toml(value: Any) -> str:
+    """A value of a plan on one line."""
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(k)} = {toml(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans
+
+
+def _toml_key(key: str) -> str:
+    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if plain else json.dumps(key, ensure_ascii=False)

@@ -1,0 +1,184 @@
+"""Two audits side by side: what leaks more, what less, and in what their plans differ."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from leakgauge.report import contents
+from leakgauge.report.contents import NOTHING, Result, Row
+
+Key = tuple[int, str, str]
+
+
+@dataclass(frozen=True)
+class Both:
+    """One number in both audits; None where it was not measured."""
+
+    a: float | None
+    b: float | None
+
+    @property
+    def change(self) -> float | None:
+        return None if self.a is None or self.b is None else self.b - self.a
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row of the summary in both audits. `only` names the audit that alone has it; `clear` is
+    whether the two intervals of the median stand apart."""
+
+    round: int
+    defence: str
+    attack: str
+    psnr: Both
+    ssim: Both
+    labels: Both
+    clear: bool
+    only: str | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`plans` lists what differs as (key, value in A, value in B); None where a key is absent."""
+
+    names: tuple[str, str]
+    outcomes: tuple[str, str]
+    rows: tuple[Change, ...]
+    plans: tuple[tuple[str, Any, Any], ...]
+
+
+def compare(a: Result, b: Result) -> Comparison:
+    """Rows in the order of A, then those that only B has."""
+    of_a, of_b = _rows(a), _rows(b)
+    return Comparison(
+        names=(a["name"], b["name"]),
+        outcomes=(contents.outcome(a), contents.outcome(b)),
+        rows=tuple(_change(key, of_a.get(key), of_b.get(key)) for key in of_a | of_b),
+        plans=tuple(_differences(a["plan"], b["plan"], "")),
+    )
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """For a terminal of 80 columns. Names are text, never markup."""
+    head = Table(title="Two audits", title_justify="left", box=box.SIMPLE_HEAD)
+    head.add_column("", no_wrap=True)
+    for name in ("A", "B"):
+        head.add_column(name, overflow="fold")
+    head.add_row("name", *map(_text, comparison.names))
+    head.add_row("verdict", *comparison.outcomes)
+    for key, *values in comparison.plans:
+        head.add_row(
+            _text(key), *(NOTHING if v is None else _text(contents.toml(v)) for v in values)
+        )
+    rows = Table(
+        title="Medians of the PSNR in dB, and labels found",
+        title_justify="left",
+        caption="* the 95 % intervals of the two medians stand apart",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    stages = len({row.round for row in comparison.rows}) > 1
+    for name in [*(["round"] if stages else []), "defence", "attack"]:
+        rows.add_column(name, overflow="fold")
+    for name in ("A", "B", "change", "labels A", "B"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    for row in comparison.rows:
+        stage = [str(row.round)] if stages else []
+        rows.add_row(*stage, _text(row.defence), _text(row.attack), *_cells(row))
+    return [head, rows]
+
+
+def text(comparison: Comparison, width: int = 80) -> str:
+    """The same as plain text."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
+    for table in tables(comparison):
+        console.print(table)
+    return file.getvalue()
+
+
+def _rows(result: Result) -> dict[Key, Row]:
+    return {(row["round"], row["defence"], row["attack"]): row for row in result["summary"]}
+
+
+def _change(key: Key, a: Row | None, b: Row | None) -> Change:
+    return Change(
+        *key,
+        psnr=Both(_median(a), _median(b)),
+        ssim=Both(_median(a, "ssim"), _median(b, "ssim")),
+        labels=Both(_accuracy(a), _accuracy(b)),
+        clear=_apart(_interval(a), _interval(b)),
+        only="A" if b is None else "B" if a is None else None,
+    )
+
+
+def _median(row: Row | None, metric: str = "psnr") -> float | None:
+    value: float | None = contents.table(row, "scores", metric).get("median")
+    return value
+
+
+def _interval(row: Row | None) -> list[float] | None:
+    value: list[float] | None = contents.table(row, "scores", "psnr").get("interval")
+    return value
+
+
+def _apart(a: list[float] | None, b: list[float] | None) -> bool:
+    return bool(a and b and (a[1] < b[0] or b[1] < a[0]))
+
+
+def _accuracy(row: Row | None) -> float | None:
+    value: float | None = contents.table(row, "labels").get("accuracy")
+    return value
+
+
+def _differences(a: Any, b: Any, path: str) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, each by its whole path; attacks and defences by their place."""
+    if isinstance(a, list) and isinstance(b, list) and _of_tables(a) and _of_tables(b):
+        a, b = dict(enumerate(a)), dict(enumerate(b))
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return [] if a == b else [(path, a, b)]
+    return [
+        found
+        for key in a | b
+        for found in _differences(a.get(key), b.get(key), _join(path, key))
+    ]  # fmt: skip
+
+
+def _of_tables(values: list[Any]) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _join(path: str, key: str | int) -> str:
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    return f"{path}.{key}" if path else key
+
+
+def _cells(row: Change) -> list[str]:
+    if row.only:
+        change = f"only in {row.only}"
+    else:
+        difference = row.psnr.change
+        change = NOTHING if difference is None else f"{difference:+.1f}{' *' * row.clear}"
+    return [
+        *_each(row.psnr, lambda value: f"{value:.1f}"),
+        change,
+        *_each(row.labels, contents.percent),
+    ]
+
+
+def _each(both: Both, show: Callable[[float], str]) -> list[str]:
+    return [NOTHING if value is None else show(value) for value in (both.a, both.b)]
+
+
+def _text(value: str) -> Text:
+    return Text(contents.tidy(value))

@@ -1,0 +1,218 @@
+"""The report as markdown, for a wiki, an issue or a job summary: no pictures, all numbers.
+
+Every text that is not ours is escaped, so that a name can neither become HTML nor a link, a
+heading or a new cell of a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from leakgauge.report import contents, references
+from leakgauge.report.contents import Result
+
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
+_START = re.compile(r"^(\d+)([.)])|^([-+=])")
+
+
+def render(result: Result, folder: Path | None = None) -> str:
+    """The text of report.md; `folder` holds the result.json whose checksum it carries."""
+    verdict = result["verdict"]
+    lines = [
+        f"# {escape(result['name'])}: {contents.outcome(result)}",
+        "",
+        f"**{escape(contents.headline(result))}**",
+        "",
+    ]
+    if level := contents.risk_level(result):
+        lines += [f"Risk: **{level}** ({contents.RISKS[level]}).", ""]
+    if figures := contents.key_figures(result):
+        lines += _table(
+            ("", "", ""), ((f"**{figure.label}**", figure.value, figure.note) for figure in figures)
+        )
+        lines += ["", f"Strongest attack: {escape(contents.strongest_setting(result) or '')}.", ""]
+    lines += _list(verdict["sentences"] if verdict else [])
+    lines += ["", "## Findings", "", *_findings(result)]
+    lines += ["", "## Scope", "", *_table(("", ""), _escaped(contents.scope(result)))]
+    lines += ["", "## Threat model", "", escape(contents.threat_sentence(result)), ""]
+    if known := contents.knowledge(result):
+        lines += _table(
+            ("Knowledge", "What it is", "Attacker"),
+            (
+                (escape(line.item), escape(line.words), "holds" if line.held else "does not hold")
+                for line in known
+            ),
+        )
+    lines += ["", "## Positive control", "", *_control(result)]
+    lines += ["", "## Why", "", *_why(result)]
+    if trades := contents.trade_off(result):
+        lines += ["", "## Defences", "", *_trades(trades)]
+    lines += ["", "## Attacks run and not run", "", *_coverage(result)]
+    lines += ["", "## Limits", "", *_list(contents.limits(result, "hide"))]
+    lines += ["", "## Realism ledger", ""]
+    lines += _table(
+        ("Tag", "Meaning", "Rows", "Records", "Highest median", "In the verdict"),
+        (
+            (
+                line.realism,
+                line.meaning,
+                str(line.rows),
+                str(line.records),
+                line.highest,
+                "yes" if line.counts else "never",
+            )
+            for line in contents.ledger(result)
+        ),
+    )
+    papers = references.used(result)
+    lines += ["", "## References", ""]
+    lines += [f"{i}. {escape(p.line())} <{p.link}>" for i, p in enumerate(papers, 1)]
+    lines += ["", "## Annex", "", *_table(("", ""), _escaped(contents.annex(result, folder)))]
+    return "\n".join(lines) + "\n"
+
+
+def escape(text: str) -> str:
+    """Text that markdown shows as it is, on one line."""
+    text = " ".join(contents.tidy(text).split())
+    text = "".join(_ENTITIES.get(character, character) for character in text)
+    text = _SPECIAL.sub(r"\\\1", text)
+    text = _START.sub(lambda m: f"{m[1]}\\{m[2]}" if m[1] else f"\\{m[3]}", text)
+    # Renderers make links of bare addresses: an entity in them shows the same and links nothing.
+    return text.replace("://", "&#58;//").replace("www.", "www&#46;").replace("@", "&#64;")
+
+
+def _findings(result: Result) -> list[str]:
+    rows: list[tuple[str, ...]] = []
+    caveats: dict[str, int] = {}  # rows with the same caveats share a mark
+    for finding in contents.findings(result):
+        head = (str(finding.round), escape(finding.defence), escape(finding.attack))
+        if finding.state:
+            rows.append((*head, "0", *["–"] * 6, "–", escape(finding.state)))
+            continue
+        noted = escape("; ".join(finding.caveats))
+        mark = f" [{caveats.setdefault(noted, len(caveats) + 1)}]" if noted else ""
+        rows.append(
+            (
+                *head,
+                finding.records,
+                f"{finding.median}{mark}",
+                finding.interval,
+                finding.worst,
+                finding.base,
+                f"{finding.found} ({finding.chance})",
+                f"{finding.labels} ({finding.guessing})",
+                finding.risk or "–",
+                finding.realism or "–",
+            )
+        )
+    header = ("Round", "Defence", "Attack", "Records", "Median PSNR", "95 % interval", "Highest",
+              "Mean image", "Found (chance)", "Labels (guessing)", "Risk", "Realism")  # fmt: skip
+    return [*_table(header, rows), "", *_list_marked(caveats)]
+
+
+def _control(result: Result) -> list[str]:
+    if not result["control"]:
+        return [
+            "No positive control is part of this result: a low number is no evidence of safety."
+        ]
+    return _table(
+        ("Attack", "PSNR on the twin", "Mean image", "Control"),
+        (
+            (
+                escape(entry["attack"]),
+                contents.decibels(entry["psnr"]),
+                contents.decibels(entry["baseline"]),
+                "broke it"
+                if entry["passed"]
+                else f"did not break it: {escape(entry['reason'] or 'no reason given')}",
+            )
+            for entry in result["control"]
+        ),
+    )
+
+
+def _why(result: Result) -> list[str]:
+    lines = []
+    if explanation := result["explanation"]:
+        lines += [escape(explanation["sentence"]), ""]
+        lines += _table(
+            ("Factor put back", "", "Median PSNR", "Change"),
+            (
+                (
+                    escape(rung["factor"]),
+                    escape(rung["label"]),
+                    contents.decibels(rung["median"]),
+                    contents.change(rung["change"]),
+                )
+                for rung in explanation["rungs"]
+            ),
+        )
+    else:
+        lines.append("The ladder that explains a result was not run.")
+    if sensitivity := result["sensitivity"]:
+        lines += [
+            "",
+            f"Noise-to-gradient sensitivity: {contents.percent(sensitivity['noise'])} noise on "
+            f"the pixels moves the gradient by {sensitivity['cosine_distance']:.2g} in cosine "
+            "distance. " + escape(sensitivity["words"]),
+        ]
+    return lines
+
+
+def _trades(trades: list[contents.Trade]) -> list[str]:
+    return _table(
+        ("Round", "Defence", "Strongest attack", "Median PSNR", "Change", "Accuracy"),
+        (
+            (
+                str(trade.round),
+                escape(f"{trade.defence} {trade.settings}"),
+                escape(trade.row["attack"]),
+                contents.decibels(trade.row["scores"]["psnr"]["median"]),
+                contents.change(trade.change),
+                trade.accuracy or "not measured",
+            )
+            for trade in trades
+        ),
+    )
+
+
+def _coverage(result: Result) -> list[str]:
+    lines = _table(
+        ("Attack", "Settings", "Done", "Not applicable", "Failed", "Not run", "Reason"),
+        (
+            (
+                escape(line.attack),
+                escape(line.settings),
+                *map(str, (line.done, line.not_applicable, line.failed, line.not_run)),
+                escape("; ".join(line.reasons)) or "–",
+            )
+            for line in contents.coverage(result)
+        ),
+    )
+    if notes := contents.notes(result):
+        lines += ["", "Notes of the attacks:", "", *_list(notes)]
+    return lines
+
+
+def _escaped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    return ((escape(label), escape(value)) for label, value in rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Cells must be escaped already."""
+    return [
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _list_marked(marks: dict[str, int]) -> list[str]:
+    return [line for text, mark in marks.items() for line in (f"[{mark}] {text}", "")]
+
+
+def _list(texts: Iterable[str]) -> list[str]:
+    return [f"- {escape(text)}" for text in texts]

@@ -1,0 +1,134 @@
+"""Truths beside guesses, small enough to embed, and blurred for good when asked.
+
+A blurred picture is reduced to at most BLOCKS averages a side *before* it enters a report: the file
+holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
+blurred, since a good guess shows the same person as the truth.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from leakgauge.report.contents import Images, Result
+
+MOST_PAIRS = 120
+MOST_BYTES = 6_000_000  # of all pictures in one report, as base64
+SIDE = 96  # pixels; larger pictures are scaled down
+BLOCKS = 6  # averages a side that are left of a blurred picture, fewer of a small one
+MOST_PIXELS = 64_000_000  # a file that claims more is not decoded
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A truth and its guess: where they are, and what stands below them."""
+
+    trial: dict[str, Any]
+    record: int
+    leak: float
+    truth: str
+    guess: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A pair ready to embed; a picture that could not be read is None."""
+
+    pair: Pair
+    truth: bytes | None
+    guess: bytes | None
+
+
+def pairs(result: Result) -> list[Pair]:
+    """All pairs of the audit's own trials, the worst leak first."""
+    found = [
+        Pair(trial, i, leak, truth, guess)
+        for trial in result["trials"]
+        if trial["kind"] == "trial" and trial["status"] == "done"
+        for i, (leak, truth, guess) in enumerate(
+            zip(_leaks(trial), trial["images"]["truths"], trial["images"]["guesses"], strict=False)
+        )
+    ]
+    return sorted(found, key=lambda pair: -pair.leak)  # stable: equal ones keep the plan's order
+
+
+def _leaks(trial: dict[str, Any]) -> list[float]:
+    """How much of each record was recovered, by the best measure there is; more is worse."""
+    scores = trial["scores"]
+    known = next((scores[name] for name in ("psnr", "affine-psnr", "ssim") if name in scores), None)
+    return known or [0.0] * trial["records"]
+
+
+def chosen(found: list[Pair], most: int = MOST_PAIRS) -> list[Pair]:
+    """The pairs to show, in order of importance: the worst of each attack × defence, then the
+    middle one of each (the worst alone would mislead), then the worst of all."""
+    groups: dict[tuple[str, str], list[Pair]] = {}
+    for pair in found:
+        groups.setdefault((pair.trial["attack"], pair.trial["defence"]), []).append(pair)
+    heads = [group[0] for group in groups.values()]
+    middles = [group[len(group) // 2] for group in groups.values()]
+    return list({id(pair): pair for pair in [*heads, *middles, *found]}.values())[:most]
+
+
+def embedded(result: Result, folder: Path, images: Images) -> tuple[list[Shown], int]:
+    """The pictures of a report, the worst leak first, and how many pairs it leaves out."""
+    found = pairs(result)
+    if images == "hide":
+        return [], len(found)
+    shown: list[Shown] = []
+    size = 0
+    for item in _loaded(chosen(found), folder, images):
+        size += sum(len(png) * 4 // 3 for png in (item.truth, item.guess) if png)
+        if size > MOST_BYTES:
+            break
+        shown.append(item)
+    shown.sort(key=lambda item: -item.pair.leak)
+    return shown, len(found) - len(shown)
+
+
+def _loaded(found: list[Pair], folder: Path, images: Images) -> Iterator[Shown]:
+    for pair in found:
+        yield Shown(pair, png(folder, pair.truth, images), png(folder, pair.guess, images))
+
+
+def png(folder: Path, name: str, images: Images) -> bytes | None:
+    """The picture as it may be shown, encoded anew; None if it cannot be read."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):  # a link that leads out of the audit
+        return None
+    try:
+        with Image.open(path, formats=["PNG"]) as file:
+            if file.width * file.height > MOST_PIXELS:
+                return None
+            picture = file.convert("L" if file.mode in ("1", "L", "I", "I;16") else "RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None  # missing or damaged: the report says so in its place
+    picture = blurred(picture) if images == "blur" else _small(picture)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=False)
+    return buffer.getvalue()
+
+
+def blurred(picture: Image.Image) -> Image.Image:
+    """The averages of a few blocks, and nothing else."""
+    width, height = picture.size
+    blocks = max(1, min(BLOCKS, max(width, height) // 4))
+    scale = blocks / max(width, height)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return picture.resize(size, Image.Resampling.BOX)
+
+
+def _small(picture: Image.Image) -> Image.Image:
+    if max(picture.size) > SIDE:
+        picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    return picture
+
+
+def data_uri(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

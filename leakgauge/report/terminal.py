@@ -1,0 +1,78 @@
+"""The result in a terminal of 80 columns: one table, and what a reader of it must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+
+def summary_table(result: dict[str, Any]) -> Table:
+    """One row for each attack, below its stage and defence: 80 columns wide."""
+    rows = result["summary"]
+    counts = [row["records"] for row in rows if "scores" in row] or [0]
+    images = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    table = Table(
+        title=f"What leaks: {escape(result['name'])}",
+        caption=(
+            f"PSNR, SSIM: median over {images} images (quartiles); baseline: of a mean image.\n"
+            "found: share told apart from other images; labels: share found (by guessing).\n"
+            "risk: the median PSNR in words, – where it does not exceed the baseline."
+        ),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    table.add_column("attack", overflow="fold")
+    for name in ("PSNR dB", "baseline", "SSIM", "found", "labels", "risk"):
+        table.add_column(name, justify="right", no_wrap=True)
+    stages = len({row["round"] for row in rows}) > 1
+    section = None
+    for row in rows:
+        if (row["round"], row["defence"]) != section:
+            section = row["round"], row["defence"]
+            after = f"round {row['round']}, " if stages else ""
+            table.add_section()
+            table.add_row(f"[bold]{after}{_defended(row['defence'])}[/]")
+        table.add_row(f"  {row['attack']}", *_cells(row))
+    return table
+
+
+def _defended(defence: str) -> str:
+    return "no defence" if defence == "none" else defence
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "scores" not in row:
+        return ["–"] * 5 + ["failed" if row["failed"] else "n/a"]
+    scores, labels = row["scores"], row["labels"]
+    psnr, ssim = scores.get("psnr"), scores.get("ssim")
+    decibels = baseline = risk = "–"
+    if psnr:
+        low, high = psnr["quartiles"]
+        limit = row["baselines"]["mean image"]["psnr"]
+        decibels, baseline = f"{psnr['median']:.1f} ({low:.0f}–{high:.0f})", f"{limit:.1f}"
+        risk = row["risk"]["median"] if psnr["median"] > limit else "–"
+    return [
+        decibels,
+        baseline,
+        f"{ssim['median']:.2f}" if ssim else "–",
+        f"{scores['identified']['mean']:.0%}",
+        f"{labels['accuracy']:.0%} ({labels['random']:.0%})" if labels else "–",
+        risk,
+    ]
+
+
+def notes(result: dict[str, Any], most: int = 8) -> list[str]:
+    """What a reader of the table must know: reasons, errors and the attacks' own notes."""
+    notes: dict[str, int] = {}
+    for trial in result["trials"]:
+        error = [trial["error"]] if trial["error"] else []
+        for note in [*error, *trial.get("notes", [])]:
+            key = f"{trial['attack']}: {note}"
+            notes[key] = notes.get(key, 0) + 1
+    lines = [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]
+    more = [f"{len(lines) - most} more notes are in the result"] if len(lines) > most else []
+    return lines[:most] + more

@@ -1,0 +1,270 @@
+"""Words and numbers of a report: checked against the definitions they claim."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_result import failed, sample
+from scipy.stats import binomtest
+
+from leakgauge.report import contents, figures
+
+
+@pytest.fixture
+def result(tmp_path):
+    return sample(tmp_path, seeds=2, records=2)
+
+
+@pytest.mark.parametrize(("hits", "records"), [(0, 5), (5, 5), (3, 8), (40, 100), (1, 1)])
+def test_the_interval_of_a_share_is_wilson_s(hits, records):
+    known = binomtest(hits, records).proportion_ci(method="wilson")
+    assert contents.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (60, "1 min 0 s"),
+        (3599.4, "59 min 59 s"),
+        (7384, "2 h 3 min"),
+    ],
+)
+def test_durations_read_well(seconds, text):
+    assert contents.duration(seconds) == text
+
+
+def test_numbers_read_well():
+    assert contents.decibels(21.449) == "21.4\xa0dB"
+    assert contents.decibels(None) == contents.percent(None) == contents.change(None) == "–"
+    assert contents.percent(0.125) == "12\xa0%"
+    assert contents.change(-3.14) == "−3.1\xa0dB"
+    assert contents.change(2.0) == "+2.0\xa0dB"
+    assert contents.span((1.0, 2.25)) == "1.0–2.2"
+    assert contents.span((-1.0, 2.0)) == "-1.0 to 2.0"
+    assert contents.count(1, "trial") == "1 trial"
+    assert contents.count(1200, "trial") == "1,200 trials"
+    assert contents.shortened("abc", 3) == "abc"
+    assert contents.shortened("abcd", 3) == "abc … (1 more characters)"
+
+
+@given(st.text())
+def test_tidy_text_steers_nothing(text):
+    tidied = contents.tidy(text)
+    assert len(tidied) == len(text)
+    steering = {*map(chr, range(9)), *map(chr, range(11, 32)), "\x7f", "\u202e", "\u2066", "\x9b"}
+    assert not set(tidied) & steering
+    assert contents.tidy("é→≥–日本\n\t🙂") == "é→≥–日本\n\t🙂"
+
+
+plans = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9999, 9999)
+    | st.floats(-1e6, 1e6)
+    | st.text("ab\"'\\é\n #"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab -.é"), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+
+
+def without_none(value):
+    if isinstance(value, dict):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
+def has_none_in_list(value):
+    if isinstance(value, dict):
+        return any(has_none_in_list(v) for v in value.values())
+    return isinstance(value, list) and any(v is None or has_none_in_list(v) for v in value)
+
+
+@given(st.dictionaries(st.text("ab -.é"), plans, max_size=5))
+def test_the_plan_is_printed_as_toml_that_reads_back(plan):
+    if not has_none_in_list(plan):  # TOML has no null
+        assert tomllib.loads(contents.plan_text({"plan": plan})) == without_none(plan)
+
+
+def test_settings_are_named_like_the_rows_of_the_plan(result):
+    result["plan"]["defence"] = [
+        {"name": "none"},
+        {"name": "prune", "share": 0.5},
+        {"name": "prune", "share": 0.9, "scope": "layer"},
+    ]
+    assert contents.settings(result, "defence") == {
+        "none": "",
+        "prune": "share = 0.5",
+        "prune-2": 'share = 0.9, scope = "layer"',
+    }
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"federation": 3, "attack": "x", "defence": [1], "audit": []}]
+)
+def test_a_plan_of_any_shape_is_survived(tmp_path, result, plan):
+    result["plan"] = plan
+    assert contents.scope(result)
+    assert contents.settings(result, "attack") == {}
+    assert len(contents.coverage(result)) == 3
+
+
+def test_coverage_counts_every_end_a_trial_can_have(result):
+    trials = result["trials"]
+    trials[0] = failed(trials[0], "boom", "")
+    trials[3] = failed(trials[3], "no layer", "") | {"status": "not applicable"}
+    control = failed(trials[6], "control", "") | {"kind": "control"}
+    result["trials"].append(control)
+    first = contents.coverage(result)[0]
+    assert (first.attack, first.done, first.not_applicable, first.failed, first.not_run) == (
+        "analytic", 2, 1, 1, 0,
+    )  # fmt: skip
+    assert set(first.reasons) == {"failed: boom", "not applicable: no layer"}
+    assert contents.coverage(result)[2].not_run == 2
+
+
+def test_an_attack_that_never_ran_is_listed(result):
+    result["plan"]["attack"].append({"name": "idlg"})
+    result["not_run"] = [{"id": "x", "attack": "idlg", "reason": "budget"}]
+    last = contents.coverage(result)[-1]
+    assert (last.attack, last.done, last.not_run, last.reasons) == (
+        "idlg",
+        0,
+        1,
+        ("not run: budget",),
+    )
+
+
+def test_the_ledger_counts_every_measured_row_once(result):
+    lines = {line.realism: line for line in contents.ledger(result)}
+    assert {name: line.rows for name, line in lines.items()} == {
+        "realistic": 4, "informed": 0, "oracle": 2,
+    }  # fmt: skip
+    assert {name: line.counts for name, line in lines.items()} == {
+        "realistic": True, "informed": True, "oracle": False,
+    }  # fmt: skip
+    best = max(
+        row["scores"]["psnr"]["median"] for row in result["summary"] if row["realism"] == "oracle"
+    )
+    assert lines["oracle"].highest == contents.decibels(best)
+    assert lines["informed"].highest == "–"
+
+
+def test_limits_follow_the_result(result):
+    texts = " ".join(contents.limits(result, "blur"))
+    assert "the smallest row has 4 records" in texts
+    assert "2 trials of the plan did not run" in texts
+    assert "reduced to a few blocks" in texts
+    assert "known-weak twin" not in texts
+    result["not_run"] = []
+    for entry in result["control"]:
+        entry["passed"] = False
+    texts = " ".join(contents.limits(result, "show"))
+    assert "No attack broke the known-weak twin" in texts
+    assert "did not run" not in texts
+    assert "few blocks" not in texts
+
+
+def test_failed_trials_of_a_row_are_a_caveat_of_it(result):
+    row = result["summary"][0]
+    row["failed"], row["caveats"] = 1, [f"caveat {i}" for i in range(9)]
+    caveats = contents.findings(result)[0].caveats
+    assert caveats[0] == "1 of 2 trials failed"
+    assert caveats[1:6] == tuple(f"caveat {i}" for i in range(5))
+    assert caveats[6] == "and 4 more in result.json"
+
+
+def test_no_risk_is_named_where_a_mean_image_does_as_well(result):
+    row = next(r for r in result["summary"] if r["defence"] == "none" and r["attack"] == "analytic")
+    find = lambda: contents.findings(result)[result["summary"].index(row)].risk  # noqa: E731
+    assert find() == contents.risk_level(result) == "very high"
+    row["baselines"]["mean image"]["psnr"] = row["scores"]["psnr"]["median"]
+    assert find() is None
+    assert contents.risk_level(result) is None
+
+
+@pytest.mark.parametrize(("error", "text"), [(0.16, "16\xa0% too high"), (-0.4, "40\xa0% too low")])
+def test_the_forecast_says_how_wrong_it_was(result, error, text):
+    result["times"]["forecast"]["error"] = error
+    assert text in dict(contents.annex(result, None))["Forecast"]
+
+
+def test_many_classes_and_seeds_are_listed_in_part(result):
+    result["federation"]["classes"] = [f"c{i}" for i in range(1000)]
+    scope = dict(contents.scope(result))
+    assert scope["Classes"].startswith("1,000: c0, c1")
+    assert scope["Classes"].endswith("c9 and 990 more")
+    assert contents._listed(list(range(25))).endswith("19 and 5 more")
+
+
+def test_a_checksum_that_cannot_be_made_is_said(tmp_path, result):
+    (tmp_path / "result.json").unlink()
+    assert "was not beside this report" in contents.checksum(tmp_path)
+
+
+# Figures
+
+
+def test_places_are_shares_of_the_axis():
+    axis = figures.Axis(0, 40, (0.0, 20.0, 40.0))
+    assert [axis.place(v) for v in (0, 10, 40)] == ["0.00%", "25.00%", "100.00%"]
+    assert (axis.place(-5), axis.place(99)) == ("0.00%", "100.00%")
+
+
+@given(st.lists(st.floats(-30, 150), max_size=8))
+def test_an_axis_holds_what_it_must(values):
+    axis = figures.psnr_axis(values)
+    assert axis.low <= 0
+    assert 25 <= axis.high <= figures.CEILING
+    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
+    assert 3 <= len(axis.ticks) <= 9
+    for value in values:
+        assert axis.low <= value
+        assert value <= axis.high or axis.high == figures.CEILING
+
+
+def test_a_strip_draws_a_dot_a_record_and_its_marks():
+    axis = figures.Axis(0, 40, (0.0, 40.0))
+    spread = {"least": 5.0, "most": 30.0, "median": 20.0, "quartiles": [10.0, 24.0]}
+    svg = figures.strip([5.0, 20.0, 30.0], spread, 12.0, 15.0, axis)
+    assert svg.count('<circle class="dot"') == 3
+    assert 'cx="12.50%"' in svg
+    assert '<rect class="box" x="25.00%" width="35.00%"' in svg
+    assert '<line class="median" x1="50.00%"' in svg
+    assert '<line class="whisker" x1="12.50%" x2="75.00%"' in svg
+    assert '<svg x="30.00%"' in svg
+    assert '<line class="limit" x1="37.50%"' in svg
+    assert 'class="base"' not in figures.strip([5.0], spread, None, None, axis)
+
+
+def test_many_dots_are_thinned_with_both_ends_kept():
+    values = [float(v) for v in range(1000)]
+    thinned = figures._thinned(values[::-1])
+    assert len(thinned) == figures.MOST_DOTS
+    assert (thinned[0], thinned[-1]) == (0.0, 999.0)
+    steps = [b - a for a, b in pairwise(thinned)]
+    assert max(steps) - min(steps) <= 1
+
+
+def test_a_bar_reaches_from_zero_to_its_value():
+    axis = figures.Axis(-10, 40, (0.0,))
+    assert 'x="20.00%" width="40.00%"' in figures.bar(20.0, None, None, None, axis)
+    assert 'x="10.00%" width="10.00%"' in figures.bar(-5.0, None, None, None, axis)
+    assert "<rect" not in figures.bar(None, None, None, None, axis)
+    assert 'class="interval" x1="40.00%" x2="80.00%"' in figures.bar(
+        20.0, [10.0, 30.0], None, None, axis
+    )
+
+
+def test_the_end_of_a_full_axis_says_that_more_is_beyond():
+    assert "≥ 50<" in figures.scale(figures.psnr_axis([80.0]))
+    assert "≥" not in figures.scale(figures.psnr_axis([30.0]))
+    assert math.isclose(figures.psnr_axis([80.0]).high, figures.CEILING)

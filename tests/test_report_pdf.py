@@ -1,0 +1,129 @@
+"""report.pdf: its words and pictures are in the file, whatever characters a name has."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from sample_result import HOSTILE, failed, sample
+from test_schema import schema_1
+
+from leakgauge.audit import schema
+from leakgauge.errors import InputError
+from leakgauge.report import contents, pdf, write
+
+fpdf = pytest.importorskip("fpdf", reason="fpdf2 (the extra [pdf]) is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("audit")
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return sample(folder)
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """Every text that is laid out, as fpdf2 receives it."""
+    seen: list[str] = []
+    original = fpdf.FPDF.multi_cell
+
+    def kept(self, w, h=None, text="", *args, **kwargs):
+        seen.append(text)
+        return original(self, w, h, text, *args, **kwargs)
+
+    monkeypatch.setattr(fpdf.FPDF, "multi_cell", kept)
+    return seen
+
+
+def pictures(content: bytes) -> list[tuple[int, int]]:
+    """Width and height of every picture in the file."""
+    objects = re.findall(rb"<<(?:(?!>>\nstream).)*?/Subtype /Image.*?>>\nstream", content, re.S)
+    return [
+        (int(re.search(rb"/Width (\d+)", o)[1]), int(re.search(rb"/Height (\d+)", o)[1]))
+        for o in objects
+    ]
+
+
+@pytest.fixture(scope="module")
+def shown(result, folder):
+    return pdf.render(result, folder, "show")
+
+
+def test_it_is_a_pdf_with_the_verdict_and_the_tables(result, folder, shown, words):
+    content = pdf.render(result, folder, "show")
+    assert content == shown  # the same result gives the same bytes
+    assert content.startswith(b"%PDF-1.")
+    assert content.rstrip().endswith(b"%%EOF")
+    text = "\n".join(words).replace("\xa0", " ")
+    assert "Leaks · risk very high" in text
+    assert result["verdict"]["headline"] in text
+    for row in result["summary"]:
+        assert f"{row['scores']['psnr']['median']:.1f} dB" in text
+    assert "needs a linear layer → there is none" in text
+    assert "the objective was still falling at the end" in text
+    assert "Hannah Dröge" in text
+    assert contents.checksum(folder) in text
+    assert "batch_size = 8" in text
+
+
+def test_pictures_are_shown_blurred_or_left_out(result, folder, shown):
+    assert len(pictures(shown)) == 2 * pdf.MOST_PICTURES
+    assert set(pictures(shown)) == {(16, 16)}
+    assert set(pictures(pdf.render(result, folder))) == {(4, 4)}  # blur is the default
+    assert pictures(pdf.render(result, folder, "hide")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" → ≥ – é č Ω “x” 日本 🙂 \u202e\x1b[31m", HOSTILE + "x" * 900],
+    ids=["unicode", "long"],
+)
+def test_any_characters_are_laid_out(tmp_path, text, words):
+    made = sample(tmp_path, seeds=1, records=1, attacks=("analytic",), pool=2, text=text)
+    made["trials"].append(failed(made["trials"][0], text, text))
+    assert pdf.render(made, tmp_path).startswith(b"%PDF")
+    laid = "".join(words)
+    if "→" in text:
+        assert "hospital → ≥ – é č Ω “x” □□ □ ��[31m" in laid
+    assert not set(laid) & set("\x1b\u202e日🙂")
+
+
+def test_results_of_any_state_are_printed(tmp_path, result, folder):
+    assert pdf.render(schema.check(schema_1(result)), folder, "hide").startswith(b"%PDF")
+    made = sample(tmp_path, seeds=1, records=1)
+    made |= {"summary": [], "trials": [], "explanation": None, "sensitivity": None, "control": []}
+    made["verdict"] |= {"worst": None, "risk": None}
+    made["times"]["finished"] = None
+    assert pdf.render(schema.check(made), tmp_path).startswith(b"%PDF")
+
+
+def test_long_tables_are_cut_and_say_so(tmp_path, words):
+    made = sample(
+        tmp_path, rounds=tuple(range(20)), defences=("none", "prune"), attacks=("analytic", "dlg"),
+        seeds=1, records=1, pool=1,
+    )  # fmt: skip
+    pdf.render(made, tmp_path, "hide")
+    assert "20 more rows are in result.json." in words
+
+
+def test_without_fpdf2_the_remedy_is_said(result, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fpdf", None)
+    with pytest.raises(InputError, match=r"pip install 'leakgauge\[pdf\]'"):
+        pdf.render(result, folder)
+
+
+def test_write_makes_it_when_asked(tmp_path):
+    sample(tmp_path, seeds=1, records=1)
+    assert write(tmp_path, "hide", with_pdf=True)[-1] == tmp_path / "report.pdf"
+    content = (tmp_path / "report.pdf").read_bytes()
+    assert content.startswith(b"%PDF")
+
+
+def test_an_unknown_way_to_show_images_is_refused(result, folder):
+    with pytest.raises(InputError, match="expected show, blur or hide"):
+        pdf.render(result, folder, "some")

@@ -1,0 +1,159 @@
+"""Trials in processes: any of them may be killed at any time, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leakgauge.audit import Store, parse, run
+from leakgauge.audit.workers import in_processes
+from leakgauge.errors import InputError
+
+KILLS = 20
+
+PLAN = """
+[federation]
+data = "digits"
+model = { name = "mlp", hidden = [16] }
+training = { batch_size = 2 }
+
+[[attack]]
+name = "inverting-gradients"
+iterations = 120
+
+[[defence]]
+name = "none"
+[[defence]]
+name = "clip"
+
+[audit]
+seeds = [%s]
+gallery = 20
+"""
+
+
+def prepare() -> Callable[[Any, Any], dict[str, Any]]:
+    """A bench for tests: cases are (what to do, a folder)."""
+
+    def work(case: tuple[str, str], progress: Callable[[int, int, float], None]) -> dict[str, Any]:
+        what, folder = case
+        marks = Path(folder) / what.replace(" ", "-")
+        marks.mkdir(exist_ok=True)
+        tries = len(list(marks.iterdir()))
+        (marks / str(tries)).touch()
+        progress(1, 1, 0.5)
+        if what == "die always" or (what == "die once" and tries == 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "refuse":
+            raise InputError("not like this")
+        return {"what": what, "tries": tries + 1, "pid": os.getpid()}
+
+    return work
+
+
+def played(cases: list[tuple[str, str]], jobs: int, **options: Any) -> dict[str, Any]:
+    hooks: dict[str, Any] = {
+        "may_start": lambda case: True,
+        "on_start": lambda case: None,
+        "on_progress": lambda case, done, total, objective: None,
+    } | options
+    return {case[0]: trial for case, trial in in_processes(prepare, cases, jobs, **hooks)}
+
+
+def test_cases_are_shared_out(tmp_path: Path) -> None:
+    cases = [(f"work {i}", str(tmp_path)) for i in range(6)]
+    told = []
+    got = played(cases, 2, on_progress=lambda case, *step: told.append(case))
+    assert set(got) == {case[0] for case in cases}
+    assert {trial["tries"] for trial in got.values()} == {1}
+    assert os.getpid() not in {trial["pid"] for trial in got.values()}
+    assert set(told) <= set(cases)
+    assert told
+
+
+def test_a_killed_worker_is_replaced_and_its_case_tried_once_more(tmp_path: Path) -> None:
+    names = ("die once", "die always", "work")
+    got = played([(name, str(tmp_path)) for name in names], 2)
+    assert got["die once"]["tries"] == 2
+    assert got["die always"] is None
+    assert len(list((tmp_path / "die-always").iterdir())) == 2
+    assert got["work"]["tries"] == 1
+
+
+def test_an_error_of_the_user_ends_the_audit(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not like this"):
+        played([("refuse", str(tmp_path))], 2)
+
+
+def test_what_may_not_start_is_skipped(tmp_path: Path) -> None:
+    cases = [("work 1", str(tmp_path)), ("work 2", str(tmp_path))]
+    assert set(played(cases, 2, may_start=lambda case: case[0] == "work 2")) == {"work 2"}
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key != "times"}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def test_jobs_do_not_change_the_result(tmp_path: Path) -> None:
+    table = {
+        "federation": {"data": "digits", "model": {"name": "mlp", "hidden": [8]}},
+        "attack": [{"name": "analytic"}, {"name": "inverting-gradients", "iterations": 5}],
+        "audit": {"seeds": [0, 1], "gallery": 20},
+    }
+    results = [
+        run(parse(table, "tiny", tmp_path), Store(tmp_path / str(jobs)), jobs=jobs)
+        for jobs in (1, 2)
+    ]
+    one, two = map(without_times, results)
+    assert one == two
+
+
+def finished(out: Path) -> int:
+    return len(list((out / "trials").glob("*.json")))
+
+
+def test_twenty_kills_lose_nothing(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN % ", ".join(map(str, range(36))))
+    command = [sys.executable, "-m", "leakgauge.cli", "audit", str(plan), "--jobs", "2", "--resume"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command, "--out", str(out)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait() in (0, 1, 4)
+    chance = random.Random(0)
+    for _ in range(KILLS):
+        before = finished(killed)
+        process = start(killed)
+        while process.poll() is None and finished(killed) == before:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 0.4))  # somewhere within a trial, or between two
+        assert process.poll() is None, "there was nothing left to kill"
+        process.kill()
+        process.wait()
+    assert not (killed / "result.json").exists()
+    assert start(killed).wait() in (0, 1, 4)
+    results = [json.loads((out / "result.json").read_text()) for out in (whole, killed)]
+    one, two = map(without_times, results)
+    assert one == two
+    left = [path for path in killed.rglob(".*") if path.is_file()]
+    assert len(left) <= KILLS * 2  # what a kill interrupted is hidden, and nobody reads it
