@@ -636,3 +636,28 @@ def test_relative_error() -> None:
     assert relative_error(three, four) == pytest.approx(5 / 4)
     assert relative_error(four, four) == 0
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+
+
+def test_a_parameter_that_the_loss_does_not_use_changes_nothing() -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 4))
+            self.idle = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    rng = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model, training = Idle(), LocalTraining(batch_size=2)
+    truth = Batch(torch.rand(2, 3, 4, 4, generator=rng), torch.tensor([0, 3]))
+    update = train(model, truth, training, rng).update
+    seen = Observation(model, update, (3, 4, 4), 4)
+    x = torch.rand(2, 3, 4, 4, generator=rng, dtype=torch.float64)
+    slopes = [
+        Engine(seen, training, 2, dtype=torch.float64, mode=mode).slope(x, truth.labels, cosine)
+        for mode in ("exact", "fast", "central")
+    ]
+    for slope in slopes[1:]:
+        assert relative_error(slope.inputs, slopes[0].inputs) < 1e-5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from leakgauge.errors import InputError
 from leakgauge.fl import Scenario, aggregate, simulate
 from leakgauge.fl.local import advance, loss, minibatches, ready, start, train
-from leakgauge.fl.partition import LabelSkew
+from leakgauge.fl.partition import LabelSkew, QuantitySkew
 from leakgauge.tensors import norm, parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining, Named
 
@@ -476,3 +476,34 @@ def test_sizes_are_checked_before_anything_runs(easy, rng, options):
 
     with pytest.raises(InputError):
         simulate(Scenario(make_model, easy, LocalTraining(batch_size=4), **options), rng)
+
+
+def test_clients_that_train_on_all_they_hold_weigh_by_it(easy, rng):
+    played = simulate(
+        Scenario(
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(easy.inputs[0].numel(), 4)),
+            easy,
+            LocalTraining(batch_size=2, epochs=1),
+            clients=3,
+            records="all",
+            partition=QuantitySkew(4, 12),
+        ),
+        rng,
+    )
+    assert played.sizes == (4, 8, 12)
+    assert played.weights == pytest.approx((4 / 24, 8 / 24, 12 / 24))
+
+
+def test_a_parameter_that_the_loss_does_not_use_gets_no_update(batch, rng):
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(batch.inputs[0].numel(), 4)
+            self.idle = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(x.flatten(1))
+
+    update = train(Idle(), batch, LocalTraining(batch_size=len(batch)), rng).update
+    assert not update["idle.weight"].any()
+    assert update["head.weight"].any()

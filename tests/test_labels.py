@@ -79,10 +79,12 @@ def test_counts_without_bias_beat_guessing_by_far(size: int, classes: int) -> No
     assert min(scores) >= 0.85
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(0.05, 0.0), (0.01, 0.9)])
-def test_counts_follow_several_local_steps(lr: float, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("lr", "momentum", "decay"), [(0.05, 0.0, 0.0), (0.01, 0.9, 0.0), (0.01, 0.9, 0.5)]
+)
+def test_counts_follow_several_local_steps(lr: float, momentum: float, decay: float) -> None:
     model = untrained("lenet-zhu", 10, 0)
-    training = LocalTraining(lr=lr, batch_size=16, steps=6, momentum=momentum)
+    training = LocalTraining(lr=lr, batch_size=16, steps=6, momentum=momentum, weight_decay=decay)
     assert accuracy(model, drawn(16, 10, 3), 10, "counts", training) == 1.0
 
 

@@ -39,7 +39,7 @@ HARD = Scenario(
 
 def test_the_weakest_twin_is_weak_in_everything() -> None:
     weak = weakened(HARD, ())
-    assert (weak.training.batch_size, weak.records, weak.training.steps) == (1, 1, 1)
+    assert (weak.training.batch_size, weak.records, weak.training.steps) == (1, None, 1)
     assert (weak.training.momentum, weak.training.optimiser) == (0.0, "sgd")
     assert (weak.training.batch_norm, weak.training.dropout) == ("eval", "off")
     assert (weak.participants, weak.rounds, weak.defence) == (1, 0, None)

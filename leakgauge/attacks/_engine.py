@@ -117,7 +117,7 @@ class Engine:
         if self._single:
             weights = self._leaves()
             objective = self._loss(weights, inputs, labels)
-            return self._decayed(_apart(torch.autograd.grad(objective, weights)))
+            return self._decayed(_apart(_grad(objective, weights)))
         state = self._unroll(inputs, labels)[-1]
         return [u * self._unit for u in state.moved]
 
@@ -172,10 +172,12 @@ class Engine:
         weights = self._leaves()
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
             objective = self._loss(weights, *_filled(free, labels))
-            gradient = torch.autograd.grad(objective, weights, create_graph=True)
+            gradient = _grad(objective, weights, create_graph=True)
             guess = self._decayed([g.detach().clone() for g in gradient])
             value, v = distance(guess, self.target)
-            return _slope(value, torch.autograd.grad(gradient, free, v))
+            moving = [(g, d) for g, d in zip(gradient, v, strict=True) if g.requires_grad]
+            outputs, seeds = zip(*moving, strict=True)
+            return _slope(value, torch.autograd.grad(outputs, free, seeds))
 
     def _difference(
         self,
@@ -191,7 +193,7 @@ class Engine:
             objective = self._loss(weights, *_filled(free, labels))
         # ∇_x at w is the subtrahend of the one-sided difference; central does not need it.
         wanted = [*weights, *free] if mode == "fast" else weights
-        gradient = _apart(torch.autograd.grad(objective, wanted))
+        gradient = _apart(_grad(objective, wanted))
         del objective
         guess, here = gradient[: len(weights)], gradient[len(weights) :]
         del gradient
@@ -231,7 +233,7 @@ class Engine:
         weights = state.weights if create else [w.detach().requires_grad_() for w in state.weights]
         chosen = self._steps[t].to(inputs.device)
         objective = self._loss(weights, inputs[chosen], labels[chosen], t)
-        gradient = torch.autograd.grad(objective, weights, create_graph=create)
+        gradient = _grad(objective, weights, create_graph=create)
         return advance(state, gradient, self.training)
 
     def _unrolled(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
@@ -260,6 +262,13 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     """‖got − expected‖ / ‖expected‖, in double precision."""
     got, expected = got.double(), expected.double()
     return float((got - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def _grad(
+    objective: Tensor, wanted: Sequence[Tensor], create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """The gradient, zero where the loss does not use a parameter (as in `fl.local.train`)."""
+    return torch.autograd.grad(objective, wanted, create_graph=create_graph, materialize_grads=True)
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:

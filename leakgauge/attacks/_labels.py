@@ -31,7 +31,7 @@ from torch import Tensor
 
 from leakgauge.attacks._layers import last_linear
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import minibatches, ready
+from leakgauge.fl.local import decay, minibatches, ready
 from leakgauge.types import Knowledge, LocalTraining, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -182,8 +182,6 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
     places, pulls = _path(training, steps)
     unit = 1 / (training.lr * float(pulls.sum()))
     some = torch.linspace(0, steps - 1, min(steps, WAYPOINTS)).round().long()
-    weight = seen.update[layer.weight].double() * unit
-    bias = seen.update[layer.bias].double() * unit if layer.bias else None
     images = smooth_noise((STAND_INS, *seen.shape), rng)
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
     model = ready(seen.model, training).float()
@@ -192,6 +190,13 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
     model.get_submodule(layer.module).register_forward_hook(
         lambda module, args, output: caught.append(args[0].detach())
     )
+    # What is left of the update without weight decay is a sum of gradients.
+    shrunk = decay(training, steps) if training.optimiser == "sgd" else 0.0
+    gradient = {
+        name: (seen.update[name] - shrunk * before[name]).double() * unit
+        for name in (layer.weight, layer.bias)
+        if name
+    }
     weights, biases = [], []
     for share in places[some].tolist():
         values = {n: p - share * seen.update[n] for n, p in before.items()}
@@ -201,8 +206,8 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
         zero = weights[-1].new_zeros(len(weights[-1]))
         biases.append(values[layer.bias].double() if layer.bias else zero)
     return Head(
-        weight,
-        bias,
+        gradient[layer.weight],
+        gradient[layer.bias] if layer.bias else None,
         tuple(weights),
         tuple(biases),
         tuple(f.double() for f in caught),

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from leakgauge.attacks._layers import first_linear
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import advance, minibatches, start
-from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
+from leakgauge.fl.local import decay, minibatches
+from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,6 @@ class Analytic:
             residual=unexplained(weight, found),
             facts={"rows": int(rows.sum())},
         )
-
-
-def decay(training: LocalTraining, steps: int) -> float:
-    """The share of every weight that weight decay takes away. SGD is linear in the weights and the
-    gradients, so the rest of an update is a sum of gradients."""
-    state = start([torch.ones((), dtype=torch.float64)], training)
-    for _ in range(steps):
-        state = advance(state, [torch.zeros((), dtype=torch.float64)], training)
-    return float(state.moved[0])
 
 
 def grouped(rows: Tensor, tolerance: float) -> Tensor:

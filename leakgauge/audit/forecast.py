@@ -22,7 +22,10 @@ from leakgauge.audit.store import Store
 from leakgauge.errors import NotApplicable
 from leakgauge.types import Attack, Observation
 
-SHORT, LONG = 2, 6  # iterations of the two calibration runs: their difference has no start-up in it
+SHORT, LONG = (
+    2,
+    12,
+)  # iterations of the two calibration runs: their difference has no start-up in it
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def _try(name: str, attack: Attack, seen: Observation) -> Applicability:
         if not hasattr(attack, "iterations"):
             return Applicability(name, None, _timed(attack, seen))
         wanted = attack.iterations * getattr(attack, "restarts", 1)
+        _timed(replace(attack, iterations=1, restarts=1), seen)  # type: ignore[type-var]  # warms up
         short = _timed(replace(attack, iterations=SHORT, restarts=1), seen)  # type: ignore[type-var]
         long = _timed(replace(attack, iterations=LONG, restarts=1), seen)  # type: ignore[type-var]
         each = max(0.0, long - short) / (LONG - SHORT)

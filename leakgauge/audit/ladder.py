@@ -20,14 +20,14 @@ FACTORS = ("batch", "steps", "batch norm", "aggregation", "stage", "defence")
 def weakened(scenario: Scenario, kept: Collection[str]) -> Scenario:
     """The scenario with every factor that is not in `kept` at its weakest."""
     training = scenario.training
-    records = training.batch_size if scenario.records is None else scenario.records
+    records = scenario.records
     if "batch" not in kept:
         training, records = replace(training, batch_size=1), 1
     if "steps" not in kept:
         training = replace(
             training, steps=1, epochs=None, optimiser="sgd", momentum=0.0, weight_decay=0.0
         )
-        records = training.batch_size  # one step sees one batch
+        records = None  # one step sees one batch
     if "batch norm" not in kept:
         training = replace(training, batch_norm="eval", dropout="off")
     return replace(

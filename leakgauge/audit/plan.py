@@ -51,7 +51,7 @@ class Federation:
     training: LocalTraining = field(default_factory=LocalTraining)
     clients: int = 1
     participants: int | None = None
-    records: int | None = None
+    records: int | Literal["all"] | None = None
     server_lr: float = 1.0
     weighting: Weighting = "records"
     partition: str | Table = "iid"

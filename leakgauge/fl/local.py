@@ -154,6 +154,15 @@ def _adam(
     return moves, (first, second)
 
 
+def decay(training: LocalTraining, steps: int) -> float:
+    """The share of every weight that weight decay takes away. SGD is linear in the weights and the
+    gradients, so the rest of an update is a sum of gradients."""
+    state = start([torch.ones((), dtype=torch.float64)], training)
+    for _ in range(steps):
+        state = advance(state, [torch.zeros((), dtype=torch.float64)], training)
+    return float(state.moved[0])
+
+
 def minibatches(
     records: int, training: LocalTraining, rng: torch.Generator | None = None
 ) -> list[Tensor]:
@@ -205,7 +214,11 @@ def train(
         weights = [w.detach().requires_grad_() for w in state.weights]
         values = dict(zip(names, weights, strict=True)) | buffers
         objective = loss(model, values, batch.inputs[chosen], batch.labels[chosen], training, step)
-        gradient: Sequence[Tensor] = torch.autograd.grad(objective, weights)
+        gradient: Sequence[Tensor] = torch.autograd.grad(
+            objective,
+            weights,
+            materialize_grads=True,  # a parameter the loss does not use stays
+        )
         if isinstance(defence, GradientDefence):
             shielded = defence.on_gradient(dict(zip(names, gradient, strict=True)), rng)
             gradient = [shielded[name] for name in names]

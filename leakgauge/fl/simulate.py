@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ class Scenario:
 
     `make_model()` takes no argument and returns the global model of round 0; torch's global
     generator is seeded for it. Each round, `participants` of the `clients` train on `records` of
-    their own records (default: one batch). `rounds` honest rounds come before the attacked one.
+    their own records (default: one batch; "all": their whole share, whose size then weighs in the
+    aggregate). `rounds` honest rounds come before the attacked one.
     """
 
     make_model: Callable[[], nn.Module]
@@ -31,7 +33,7 @@ class Scenario:
     training: LocalTraining = field(default_factory=LocalTraining)
     clients: int = 1
     participants: int | None = None
-    records: int | None = None
+    records: int | Literal["all"] | None = None
     rounds: int = 0
     server_lr: float = 1.0
     weighting: aggregate.Weighting = "records"
@@ -45,21 +47,23 @@ def simulate(
     progress: Callable[[int, int], None] | None = None,
 ) -> Round:
     """Play the federation up to the attacked round and return that round, truths included."""
-    records = _records(scenario)
+    _check(scenario)
     model = initial_model(scenario, rng)
     shards = scenario.partition.split(scenario.data, scenario.clients, rng)
     for k, shard in enumerate(shards):
-        if len(shard) < records:
+        records = _records(scenario, len(shard))
+        if len(shard) < records or not len(shard):
             raise InputError(
                 f"client {k} holds {len(shard)} records of {scenario.data.name} but a round takes "
                 f"{records}: use fewer clients, a smaller batch or another partition"
             )
+        _check_reach(records, scenario.training)
     for index in range(scenario.rounds):
-        played, buffers = _play(scenario, model, shards, records, index, rng)
+        played, buffers = _play(scenario, model, shards, index, rng)
         model.load_state_dict(played.after | buffers, strict=False)
         if progress:
             progress(index + 1, scenario.rounds)
-    return _play(scenario, model, shards, records, scenario.rounds, rng)[0]
+    return _play(scenario, model, shards, scenario.rounds, rng)[0]
 
 
 def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
@@ -70,35 +74,45 @@ def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
         return copy.deepcopy(scenario.make_model())  # it may return the user's own
 
 
-def _records(scenario: Scenario) -> int:
-    """Records a client trains on in a round, with every size checked before anything runs."""
+def _records(scenario: Scenario, held: int) -> int:
+    """How many records a client that holds so many trains on in a round."""
+    if scenario.records == "all":
+        return held
+    return scenario.training.batch_size if scenario.records is None else scenario.records
+
+
+def _check(scenario: Scenario) -> None:
+    """Refuse sizes that cannot be, before anything is drawn."""
     training, total = scenario.training, len(scenario.data)
-    records = training.batch_size if scenario.records is None else scenario.records
+    records = _records(scenario, total)
     if records > total:
         raise InputError(
             f"a client would train on {records} records (batch_size {training.batch_size}) but "
             f"{scenario.data.name} has only {total}: lower batch_size or use more data"
         )
-    reached = len(minibatches(records, training)) * training.batch_size
-    if reached < records:
-        raise InputError(
-            f"a client trains on {records} records, but its steps of batch_size "
-            f"{training.batch_size} reach only {reached}: lower records, raise steps or use epochs"
-        )
+    if scenario.records != "all":
+        _check_reach(records, training)
     if scenario.participants is not None and not 1 <= scenario.participants <= scenario.clients:
         raise InputError(
             f"participants is {scenario.participants}; expected 1 to {scenario.clients} (clients)"
         )
     if scenario.rounds < 0:
         raise InputError(f"rounds is {scenario.rounds}; expected 0 or more honest rounds")
-    return records
+
+
+def _check_reach(records: int, training: LocalTraining) -> None:
+    reached = len(minibatches(records, training)) * training.batch_size
+    if reached < records:
+        raise InputError(
+            f"a client trains on {records} records, but its steps of batch_size "
+            f"{training.batch_size} reach only {reached}: lower records, raise steps or use epochs"
+        )
 
 
 def _play(
     scenario: Scenario,
     model: nn.Module,
     shards: list[Tensor],
-    records: int,
     index: int,
     rng: torch.Generator,
 ) -> tuple[Round, dict[str, Tensor]]:
@@ -107,7 +121,9 @@ def _play(
     chosen = torch.randperm(len(shards), generator=rng)[: scenario.participants or len(shards)]
     truths = []
     for k in chosen.sort().values.tolist():
-        picked = shards[k][torch.randperm(len(shards[k]), generator=rng)[:records]]
+        shard = shards[k]
+        records = _records(scenario, len(shard))
+        picked = shard[torch.randperm(len(shard), generator=rng)[:records]]
         truths.append(Batch(data.inputs[picked], data.labels[picked]))
     trained = [train(model, truth, scenario.training, rng, scenario.defence) for truth in truths]
     for k, one in enumerate(trained):
