@@ -32,7 +32,7 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 class InvertingGradients:
     iterations: int = 500
     lr: float = 0.1
-    tv: float = 1e-3
+    tv: float = 1e-4
     restarts: int = 1
     labels: LabelRule = "counts"
     start: Start = "normal"
