@@ -7,7 +7,6 @@ Exit codes: 0 below the limit, 1 above it, 2 the plan or another input is wrong,
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import tomllib
 import warnings
@@ -38,6 +37,7 @@ from leakgauge import data, report
 from leakgauge._version import __version__
 from leakgauge.attacks import ATTACKS, LABEL_RULES
 from leakgauge.audit import schema
+from leakgauge.audit.plan import duration
 from leakgauge.audit.store import write_atomic
 from leakgauge.config import choose
 from leakgauge.defences import DEFENCES
@@ -112,7 +112,8 @@ def audit(
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Trials at a time, one process each.")] = 1,
     budget: Annotated[
-        str | None, typer.Option(help="Start no trial beyond this time: 90s, 10m, 2h.")
+        str | None,
+        typer.Option(help="Start no trial beyond this time: 90s, 10m, 2h (default: the plan's)."),
     ] = None,
     images: Annotated[
         Images | None, typer.Option(help="Pictures in the report (default: blur; demo: show).")
@@ -131,7 +132,7 @@ def audit(
         raise PlanError("give either --resume or --overwrite")
     if pdf:
         report.pdf.check()
-    limit = duration(budget) if budget else None
+    limit = duration(budget, "--budget") if budget else None
     checked = _demo() if plan is None else audits.read(plan)
     store = audits.Store(out or Path("leakgauge-audit") / checked.name)
     with _progress() as progress:
@@ -141,7 +142,7 @@ def audit(
             resume=resume,
             overwrite=overwrite,
             jobs=jobs,
-            budget=limit,
+            budget=limit or checked.budget,
             calibrate=True,
             watch=_watch(progress),
         )
@@ -168,18 +169,6 @@ def audit(
     if demo and verdict["exit_code"] == 1:
         return  # the example is meant to leak
     raise typer.Exit(verdict["exit_code"])
-
-
-def duration(text: str) -> float:
-    """Seconds of '90s', '10m', '2h' or a plain number."""
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    try:
-        seconds = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise PlanError(f"--budget: expected a time such as 90s, 10m or 2h, got {text!r}")
-    return seconds
 
 
 def _demo() -> audits.Plan:

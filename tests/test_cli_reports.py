@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from leakgauge import audit, cli
+from leakgauge.audit.plan import duration
 from leakgauge.errors import PlanError
 
 PLAN = """
@@ -127,10 +128,21 @@ def test_diff_and_cite(call):
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("5", 5)])
 def test_budgets_are_read(text, seconds):
-    assert cli.duration(text) == seconds
+    assert duration(text, "budget") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "m", "-3s", "ten", "0", "nan"])
 def test_budgets_that_are_none_are_refused(text):
     with pytest.raises(PlanError, match="90s, 10m or 2h"):
-        cli.duration(text)
+        duration(text, "budget")
+
+
+def test_a_plan_may_set_its_budget(call):
+    write()
+    with Path("plan.toml").open("a") as file:
+        file.write('budget = "0.001s"\n')
+    got = call("audit", "plan.toml")
+    assert got.code == 4
+    result = json.loads(Path("leakgauge-audit/plan/result.json").read_text())
+    assert len(result["not_run"]) == 2
+    assert call("audit", "plan.toml", "--resume", "--budget", "5m").code == 1

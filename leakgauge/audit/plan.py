@@ -91,7 +91,8 @@ class Limit:
 @dataclass(frozen=True)
 class Measure:
     """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
-    climbs from it to the audited federation. `seconds` limits each attack. `threads` is fixed, not
+    climbs from it to the audited federation. No trial starts beyond `budget`, a time such as "10m";
+    `seconds` limits each attack. `threads` is fixed, not
     the number of cores, so that a plan gives the same bytes on one core and on many."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -101,6 +102,7 @@ class Measure:
     limit: Limit = Limit()
     control: bool = True
     explain: bool = True
+    budget: str | None = None
     seconds: float | None = None
     device: str = "cpu"
     threads: int = 1
@@ -110,6 +112,8 @@ class Measure:
             raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
         for metric in self.metrics:
             choose({**METRICS, "lpips": None}, metric, "metric")
+        if self.budget is not None:
+            duration(self.budget, "budget")
         if self.gallery < 2:
             raise ValueError(f"gallery must hold at least 2 images, got {self.gallery}")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
@@ -153,6 +157,12 @@ class Plan:
     partition: Partition
     fingerprint: str
 
+    @property
+    def budget(self) -> float | None:
+        """Seconds that the plan allows, if it says."""
+        text = self.document.audit.budget
+        return None if text is None else duration(text, "audit.budget")
+
     def scenario(self, stage: int, defence: str) -> Scenario:
         federation = self.document.federation
         return Scenario(
@@ -185,6 +195,18 @@ class Plan:
         if federation.checkpoint:
             models.load(model, _path(self.folder, federation.checkpoint))
         return model
+
+
+def duration(text: str, where: str) -> float:
+    """Seconds of '90s', '10m', '2h' or a plain number."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise PlanError(f"{where}: expected a time such as 90s, 10m or 2h, got {text!r}")
+    return seconds
 
 
 def read(path: Path) -> Plan:
