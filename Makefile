@@ -7,7 +7,7 @@ READY := .venv/.ready
 .PHONY: audit test lint clean
 
 audit: $(READY)
-	$(BIN)/leakgauge audit --demo --overwrite
+	$(BIN)/leakgauge audit --demo --overwrite --jobs 2
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
