@@ -453,7 +453,7 @@ def test_each_list_names_everything_of_its_kind(desk, call, kind):
 
 
 def test_a_list_shows_options_with_their_defaults(desk, call):
-    assert "iterations=500, lr=0.1, tv=0.001, restarts=1" in call("list", "attacks").out
+    assert "iterations=500, lr=0.1, tv=0.0001, restarts=1" in call("list", "attacks").out
     models_ = call("list", "models").out
     assert 'hidden=[256], activation="relu"' in models_
     assert "shape" not in models_  # what the audit itself gives
