@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -394,6 +395,91 @@ def test_auto_takes_a_rung_of_its_ladder_that_agrees(monkeypatch: pytest.MonkeyP
     got = engine.slope(world.inputs, world.labels, squared)
     assert relative_error(got.inputs, world.slope(squared).inputs) <= TOLERANCE
     assert (engine.mode, engine.notes) == ("fast", [])
+
+
+class Coarse(nn.Module):
+    """Loses all digits beyond 1e-6·offset, which float32 cannot spare and float64 can. Inputs above
+    `calm` are let through."""
+
+    def __init__(self, calm: float) -> None:
+        super().__init__()
+        self.calm = calm
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset = 1e6
+        return torch.where(x > self.calm, x, (x + offset) - offset)
+
+
+def coarse(calm: float = float("inf")) -> nn.Module:
+    def make() -> nn.Module:
+        first = nn.Linear(12, 20)
+        nn.init.uniform_(first.weight, 0.0, 0.5)
+        nn.init.zeros_(first.bias)
+        return nn.Sequential(
+            nn.Flatten(), first, Coarse(calm), nn.Tanh(), nn.Linear(20, 8), nn.Tanh(),
+            nn.Linear(8, CLASSES),
+        )  # fmt: skip
+
+    return built(make)
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["classes", "probabilities"])
+def test_auto_goes_on_in_double_precision_where_single_is_too_coarse(soft: bool) -> None:
+    world = case(coarse(), shape=(3, 2, 2))
+    labels = world.soft() if soft else world.labels
+    true = world.engine().slope(world.inputs.double(), labels, cosine)
+    given = labels.float() if soft else labels
+    single = world.engine("exact", torch.float32)
+    rough = single.slope(world.inputs, given, cosine)
+    assert relative_error(rough.inputs, true.inputs) > TOLERANCE  # no mode of float32 would do
+    assert (single.mode, single.notes) == ("exact", [])  # chosen by name, left as it is
+    engine = world.engine("auto", torch.float32)
+    for _ in range(2):
+        got = engine.slope(world.inputs, given, cosine)
+        assert relative_error(got.inputs, true.inputs) <= TOLERANCE
+        assert got.inputs.dtype == torch.float32
+        assert got.value == pytest.approx(true.value, rel=1e-6)
+        assert (got.labels is not None) == soft
+        if got.labels is not None and true.labels is not None:
+            assert relative_error(got.labels, true.labels) <= TOLERANCE
+            assert got.labels.dtype == torch.float32
+    assert engine.mode.endswith(", float64")
+    assert "float64 is used from there on" in engine.notes[0]
+    assert "derivative was off" in engine.notes[0]  # by these words the audit finds it
+
+
+@pytest.mark.parametrize("first", ["fast", "exact"])
+def test_precision_is_raised_during_the_run_too(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_engine, "RECHECK", 3)
+    if first == "exact":  # no rung agrees, but float32 is fine: it is still watched
+        monkeypatch.setitem(_engine.LADDER, torch.float32, (("fast", 10.0),))
+    world = case(coarse(calm=1.0), shape=(3, 2, 2))
+    engine = world.engine("auto", torch.float32)
+    calm, rough = torch.ones(1, 3, 2, 2), 0.05 * torch.ones(1, 3, 2, 2)
+    modes = []
+    for x in (calm, rough, rough, rough, rough):
+        engine.slope(x, world.labels, cosine)
+        modes.append(engine.mode)
+    assert modes[:3] == [first] * 3
+    assert all(mode.endswith(", float64") for mode in modes[3:])
+    assert "iteration 3" in engine.notes[-1] or "iteration 3" in engine.notes[-2]
+
+
+def test_what_the_check_made_in_double_precision_is_let_go() -> None:
+    def engines(world: Case) -> int:
+        gc.collect()
+        alive = [o for o in gc.get_objects() if type(o) is Engine]
+        return sum(engine._seen is world.seen for engine in alive)
+
+    fine, rough = (case(m, shape=(3, 2, 2)) for m in (coarse(calm=-1e9), coarse()))
+    kept = []
+    for world in (fine, rough):
+        kept.append(world.engine("auto", torch.float32))
+        kept[-1].slope(world.inputs, world.labels, cosine)
+    assert engines(fine) == 1
+    assert engines(rough) == 2  # it took over
 
 
 # ---------------------------------------------------------------- the replay of a client

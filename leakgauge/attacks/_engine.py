@@ -13,8 +13,9 @@ Three ways to compute it for one step of SGD:
   max-pools keep the choices of the first pass (see _gate.py), else the difference is useless.
 - `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: dearer, more accurate.
 
-`auto` compares itself with `exact` at the first step and now and then, and takes the cheapest rung
-of a ladder of modes and strides that agrees; when none does it is `exact`, and says so in a note.
+`auto` compares itself with `exact` in float64 at the first step and now and then, and takes the
+cheapest rung of a ladder of modes and strides that agrees; when none does it is `exact`; and where
+float32 itself is too coarse it goes on in float64. Notes say so.
 
 Several local steps are unrolled exactly: forward keeps the state of each step, backward recomputes
 one step at a time, so memory grows by one copy of the state a step, not by one graph a step.
@@ -85,6 +86,7 @@ class Engine:
                 f"gradients are matched in float32 or float64, not in {dtype}: set dtype"
             )
         self.training = training
+        self._seen, self._records = seen, records
         self.device, self.dtype = torch.device(device), dtype
         self._model = ready(seen.model, training).to(self.device, dtype)
         self._model.requires_grad_(False)
@@ -107,10 +109,16 @@ class Engine:
                 f"derivative mode {mode!r} is for one step of SGD; this client takes "
                 f"{len(self._steps)} steps of {training.optimiser}: use 'exact' or 'auto'"
             )
-        self.mode: Mode = mode
+        self._mode: Mode = mode
         self._stride = next((c for m, c in LADDER[dtype] if m == mode), 0.0)
         self.notes: list[str] = []
         self._calls = 0
+        self._finer: Engine | None = None  # takes over where float32 is too coarse
+
+    @property
+    def mode(self) -> str:
+        """The mode in use and, where it was raised, the precision."""
+        return self._mode if self._finer is None else f"{self._finer.mode}, float64"
 
     def gradient(self, inputs: Tensor, labels: Tensor) -> list[Tensor]:
         """The update a client with these records would send, in units of a gradient."""
@@ -126,31 +134,74 @@ class Engine:
         only the latter have a derivative."""
         if not self._single:
             return self._unrolled(inputs, labels, distance)
-        if self._auto and self.mode != "exact" and self._calls % RECHECK == 0:
+        if self._auto and self._calls % RECHECK == 0:
             self._check(inputs, labels, distance)
         self._calls += 1
-        if self.mode == "exact":
+        if self._finer is not None:
+            return _cast(self._finer.slope(*_doubled(inputs, labels), distance), self.dtype)
+        if self._mode == "exact":
             return self._exact(inputs, labels, distance)
         return self._difference(inputs, labels, distance, *self._rung())
 
     def _check(self, inputs: Tensor, labels: Tensor, distance: Distance) -> None:
-        """Stay on the present rung if it agrees with `exact`, else take the first that does."""
-        exact = self._exact(inputs, labels, distance)
-        errors = []
-        for mode, stride in (self._rung(), *LADDER[self.dtype]):
-            guess = self._difference(inputs, labels, distance, mode, stride)
-            errors.append(relative_error(guess.inputs, exact.inputs))
-            if errors[-1] <= TOLERANCE:
-                self.mode, self._stride = mode, stride
-                return
-        self.mode = "exact"
-        self.notes.append(
-            f"the finite-difference derivative was off by {min(errors):.1e} at best (iteration "
-            f"{self._calls}): the exact one is used from there on"
-        )
+        """Stay on the present rung if it agrees with exact float64, else take the first that does,
+        else `exact`. Where float32 itself is too coarse, float64 takes over; else it is let go."""
+        finer = self._in_double()
+        with self._gate.record():
+            held = _held(distance(self.gradient(inputs, labels), self.target)[1])
+        with self._gate.replay():
+            reference = finer._exact(*_doubled(inputs, labels), held).inputs
+        note = ""
+        if self._mode != "exact":
+            errors = []
+            for mode, stride in (self._rung(), *LADDER[self.dtype]):
+                guess = self._difference(inputs, labels, held, mode, stride)
+                errors.append(relative_error(guess.inputs, reference))
+                if errors[-1] <= TOLERANCE:
+                    self._mode, self._stride = mode, stride
+                    break
+            else:
+                self._mode = "exact"
+                note = (
+                    f"the finite-difference derivative was off by {min(errors):.1e} at best "
+                    f"(iteration {self._calls}): the exact one is used from there on"
+                )
+        # Where a ReLU is on in one precision and off in the other, the two disagree without either
+        # being wrong. One such place is chance; two are a network that float32 is too coarse for.
+        off = self._coarseness(finer, inputs, labels, distance)
+        if (
+            off > TOLERANCE
+            and self._coarseness(finer, inputs.roll(1, -1), labels, distance) > TOLERANCE
+        ):
+            self._auto, self._finer = False, finer
+            note = (
+                f"the derivative was off by {off:.1e} in float32, even the exact one (iteration "
+                f"{self._calls}): float64 is used from there on"
+            )
+        elif finer is self and self._mode == "exact":
+            self._auto = False  # in float64 nothing is left to fall back to
+        if note:
+            self.notes.append(note)
+
+    def _coarseness(
+        self, finer: Engine, inputs: Tensor, labels: Tensor, distance: Distance
+    ) -> float:
+        """How far float32's exact derivative is from float64's, for the same slope v."""
+        held = _held(distance(self.gradient(inputs, labels), self.target)[1])
+        ours = self._exact(inputs, labels, held).inputs
+        return relative_error(ours, finer._exact(*_doubled(inputs, labels), held).inputs)
+
+    def _in_double(self) -> Engine:
+        """This engine in float64, at the same iteration, writing to the same notes."""
+        if self.dtype == torch.float64:
+            return self
+        device = str(self.device)
+        finer = Engine(self._seen, self.training, self._records, device=device, dtype=torch.float64)
+        finer.notes, finer._calls = self.notes, self._calls
+        return finer
 
     def _rung(self) -> tuple[Literal["fast", "central"], float]:
-        return ("central" if self.mode == "central" else "fast"), self._stride
+        return ("central" if self._mode == "central" else "fast"), self._stride
 
     def _leaves(self) -> list[Tensor]:
         return [w.detach().requires_grad_() for w in self._weights]
@@ -258,6 +309,17 @@ class Engine:
         return _slope(value, total)
 
 
+def _held(v: list[Tensor]) -> Distance:
+    """A distance with this slope everywhere. A check compares derivatives of the same ⟨v, g'⟩ with
+    the same ReLUs on: the slope of an L1 distance and that of a ReLU jump where two precisions
+    differ in a last bit, and neither is wrong."""
+
+    def distance(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return guess[0].new_zeros(()), [d.to(g, copy=True) for d, g in zip(v, guess, strict=True)]
+
+    return distance
+
+
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """‖got − expected‖ / ‖expected‖, in double precision."""
     got, expected = got.double(), expected.double()
@@ -293,6 +355,15 @@ def _free(inputs: Tensor, labels: Tensor) -> list[Tensor]:
 
 def _filled(free: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
     return free[0], free[1] if len(free) > 1 else labels
+
+
+def _doubled(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs.double(), labels.double() if labels.is_floating_point() else labels
+
+
+def _cast(slope: Slope, dtype: torch.dtype) -> Slope:
+    labels = None if slope.labels is None else slope.labels.to(dtype)
+    return Slope(slope.value, slope.inputs.to(dtype), labels)
 
 
 def _slope(value: Tensor, pulled: Sequence[Tensor]) -> Slope:

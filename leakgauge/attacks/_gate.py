@@ -85,6 +85,7 @@ class Gate(TorchFunctionMode):
             return y
         kept, in_place = self._choices[self._at]
         self._at += 1
+        kept = kept.to(x.dtype) if kept.is_floating_point() else kept  # replayed in double, too
         options = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
         y = redo(x, kept, *args[1:], **options)
         return x.copy_(y) if in_place else y
