@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,19 +65,93 @@ def test_counts_are_exact_on_untrained_networks(
     assert accuracy(model, drawn(size, classes, size), classes, "counts", training) == 1.0
 
 
+def without_bias(model: nn.Module) -> nn.Module:
+    [m for m in model.modules() if isinstance(m, nn.Linear)][-1].bias = None  # type: ignore[assignment]
+    return model
+
+
 @pytest.mark.parametrize("classes", [10, 100])
-@pytest.mark.parametrize("size", [1, 4, 64])
-def test_counts_without_bias_beat_guessing_by_far(size: int, classes: int) -> None:
-    scores, guessing = [], []
-    for seed in range(4):
-        model = untrained("resnet-10", classes, seed, width=0.125)
-        model.get_submodule("fc").bias = None  # type: ignore[assignment]
-        truth = drawn(size, classes, seed)
-        training = LocalTraining(batch_size=size, batch_norm="train" if size > 1 else "eval")
-        scores.append(accuracy(model, truth, classes, "counts", training))
-        guessing.append(chance(truth.labels, torch.full((classes,), 1 / classes)))
-    assert statistics.median(scores) >= 0.9 > max(guessing) or size == 1
-    assert min(scores) >= 0.85
+@pytest.mark.parametrize("size", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("mlp", {}), ("resnet-10", {"width": 0.25}), ("vit-small", {"dim": 48, "depth": 2})],
+    ids=["mlp", "resnet", "vit"],
+)
+def test_counts_are_exact_without_a_bias_in_the_head(
+    name: str, options: dict[str, object], size: int, classes: int
+) -> None:
+    model = without_bias(untrained(name, classes, seed=size, **options))
+    training = LocalTraining(batch_size=size, batch_norm="eval")
+    assert accuracy(model, drawn(size, classes, size), classes, "counts", training) == 1.0
+
+
+def test_a_bias_below_the_head_is_what_makes_them_exact() -> None:
+    model = without_bias(untrained("mlp", 10, 64))
+    seen = observed(model, drawn(64, 10, 64), 10, LocalTraining(batch_size=64))
+    assert seen.training is not None
+    head = _labels._head(seen, seen.training, 64, torch.Generator().manual_seed(1))
+    truth = drawn(64, 10, 64).labels.bincount(minlength=10)
+    assert torch.equal(_labels.counts(head), truth)
+    assert not torch.equal(_labels.counts(replace(head, below=None)), truth)
+
+
+@pytest.mark.parametrize("size", [1, 8, 32])
+@pytest.mark.parametrize("init", ["kaiming-normal-fan-in", "kaiming-uniform-fan-in"])
+def test_counts_are_exact_where_the_softmax_depends_on_the_image(init: str, size: int) -> None:
+    for classes in (10, 100):
+        model = untrained("resnet-10", classes, size, width=0.25, init=init)
+        truth = drawn(size, classes, size)
+        spread = model.eval()(PHOTOS.inputs[:16]).softmax(1).std(0).mean()
+        assert spread > 0.1 / classes
+        training = LocalTraining(batch_size=size, batch_norm="eval")
+        assert accuracy(model, truth, classes, "counts", training) == 1.0
+
+
+def test_the_surest_count_is_rounded_first_and_corrects_the_others() -> None:
+    truth = torch.tensor([7.0, 2.0, 4.0, 0.0], dtype=torch.float64)
+    common = torch.tensor([1.3, -0.9, -0.4, 0.0], dtype=torch.float64)  # one unknown, sum zero
+    belief = truth + common  # which rounds to (8, 1, 4, 0)
+    covariance = torch.outer(common, common) + 1e-6 * torch.eye(4).double()
+    found, surprise = _labels._whole(belief, covariance, 13)
+    assert found.tolist() == truth.long().tolist()
+    assert surprise < 4
+    assert belief.round().tolist() != truth.tolist()
+    # The same belief held with certainty is contradicted by its fractions.
+    _, surprise = _labels._whole(belief, 1e-6 * torch.eye(4).double(), 13)
+    assert surprise == pytest.approx((0.3**2 + 0.1**2 + 0.4**2) / _labels.TRUST, rel=1e-3)
+    # Counts are not negative.
+    found, surprise = _labels._whole(truth - 3, 1e-6 * torch.eye(4).double(), 13)
+    assert found.tolist() == [4, 0, 1, 0]
+    assert surprise == pytest.approx((1 + 9) / _labels.TRUST, rel=1e-3)
+
+
+class Twice(nn.Module):
+    """Three layers with a bias below the head: one run twice, one idle, and one for us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 3)
+        self.shared = nn.Linear(5, 5)
+        self.idle = nn.Linear(5, 5)
+        self.fc = nn.Linear(5, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu_(self.first(x)).mean((2, 3))
+        h = self.shared(torch.tanh(self.shared(h)))
+        self.idle(h)
+        return self.fc(h)
+
+
+def test_slopes_are_the_derivatives_by_the_last_bias_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, x = Twice(), torch.rand(3, *SHAPE)
+    name, slopes = _labels._slopes(model, dict(model.named_parameters()), x, "fc")
+    assert name == "first.bias"
+    for i in range(3):
+        for c in range(4):
+            (expected,) = torch.autograd.grad(model(x[i : i + 1])[0, c], model.first.bias)
+            assert torch.allclose(slopes[i, c], expected.double(), rtol=1e-4, atol=1e-8)
+    assert _labels._slopes(model.fc, {}, torch.rand(3, 5), "")[0] is None  # no bias below it
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,21 @@ For cross-entropy over n records with features h_i and softmax p_i the last laye
 | `fedleak` | Fan et al., FedLeak, 2025, §5                | any batch                         |
 | `counts`  | after Ma et al., iLRG, 2023                  | any batch, any number of steps    |
 
-`counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). It cannot see p̄, the mean
-softmax of the records, and puts smooth random images in their place. On an untrained network that
-is exact. On a trained one it is not, and shows: the counts come out fractional or negative. Then p̄
-is taken as uniform, and the counts are drawn towards equal ones as far as the error of that guess
-outweighs the spread of honest counts. Without a bias, ∂b is replaced by ∂W·u for the u that makes
-h·u as close to 1 on the stand-ins as it can: a bias made of features. Over several local steps p̄
-and h are averaged along the way from the first to the last local model.
+`counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). Each term is a Gaussian
+belief whose spread comes from smooth random images that stand in for the unseen records:
+
+- p̄, the mean softmax of the records. Labels hardly depend on features before training, so that
+  ∂W ≈ cov(p, h) + ∂b·h̄ᵀ, which gives h̄; the stand-ins are moved there and their softmax is taken.
+- ∂b, where the head has no bias. A bias *below* it has the gradient Σ_c ∂b_c·∂z_c/∂bias, and its
+  slopes ∂z_c/∂bias hardly depend on the record's contrast, unlike the features. Least squares on
+  it, and on ∂W·u for the u that makes h·u as close to 1 as it can: a bias made of features.
+
+Counts are whole: the surest class is rounded first, and what that rounding reveals corrects the
+others. On an untrained network this is exact. On a trained one the stand-ins say little, and it
+shows: their softmax varies wildly, or the roundings surprise the belief. Then p̄ is taken as
+uniform, and the counts are drawn towards equal ones as far as the error of that guess outweighs the
+spread of honest counts. Over several local steps all means run along the way from the first to the
+last local model.
 """
 
 from __future__ import annotations
@@ -27,20 +35,35 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.hooks import RemovableHandle
 
 from leakgauge.attacks._layers import last_linear
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches, ready
-from leakgauge.types import Knowledge, LocalTraining, Observation
+from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
 
-STAND_INS = 64  # smooth random images that play the unseen records
-TRUST = 0.05  # mean squared distance from whole counts below which the stand-ins are believed
+STAND_INS = 256  # smooth random images that play the unseen records
+PROBES = 64  # of them, for the slopes of a bias
+GAP = 1.0  # how far records may be from the stand-ins on average, in deviations of the stand-ins
+TRUST = 0.05  # squared distance from whole counts that needs no explanation by the belief's spread
+EVEN = 0.05  # variance of the stand-ins' softmax above which they say nothing about the records'
 STRAY = 0.5  # how far a trained network's p̄_c strays from uniform, in units of 1/C
 RIDGE = 0.1  # weight of ‖u‖² against the fit of h·u to 1, relative to the mean square of h
 WAYPOINTS = 8  # local models at most that stand for those of a multi-step update
+BIASED = (nn.Linear, _ConvNd, _BatchNorm, nn.GroupNorm, nn.LayerNorm)  # bias: one per channel
+
+
+@dataclass(frozen=True)
+class Below:
+    """The last bias below the head: its gradient, and ∂z/∂bias of every stand-in."""
+
+    gradient: Tensor  # (F,)
+    slopes: Tensor  # (PROBES, C, F)
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,7 @@ class Head:
     importance: Tensor  # of each waypoint in the update, sums to 1
     records: int
     is_gradient: bool  # false where the optimiser rescaled it entry by entry
+    below: Below | None = None  # where there is no bias
 
 
 def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
@@ -123,17 +147,21 @@ def counts(head: Head) -> Tensor:
             "labels are counted from a sum of gradients, and an update by Adam is not one: use a "
             "rule by rank ('yin', 'fedleak'), or grant the labels"
         )
-    bias_gradient = head.bias_gradient
-    if bias_gradient is None:
-        bias_gradient = head.weight_gradient @ _constant_functional(torch.cat(head.features))
-    n, classes = head.records, len(bias_gradient)
-    raw = n * (_mean_softmax(head) - bias_gradient)
-    unwhole = (raw - raw.round().clamp_min(0)).square().sum() / min(n, classes)
-    if unwhole > TRUST:
-        spread = n / classes * (1 - 1 / classes)  # variance of a count when labels are uniform
-        belief = spread / (spread + (n * STRAY / classes) ** 2)
-        raw = belief * n * (1 / classes - bias_gradient) + (1 - belief) * n / classes
-    return _rounded(raw, n)
+    n, p = head.records, _softmax(head)
+    pull, spread = _pull(head, p)
+    classes = len(pull)
+    equal = n / classes
+    honest = equal * (1 - 1 / classes)  # variance of a count when labels are uniform
+    mean, unsure = _mean_softmax(head, p, pull / n)
+    raw, covariance = n * mean - pull, spread + n**2 * unsure
+    # Where the stand-ins leave much open, the spread of honest counts narrows it.
+    narrow = torch.linalg.solve(covariance + honest * torch.eye(classes).double(), covariance).T
+    found, surprise = _whole(raw + narrow @ (equal - raw), covariance - narrow @ covariance, n)
+    even = float(_covariance(p).trace()) <= EVEN
+    if even and surprise / min(n, classes) <= 1 and int(found.sum()) == n:
+        return found
+    belief = honest / (honest + (n * STRAY / classes) ** 2)
+    return _rounded(equal - belief * pull, n)
 
 
 RULES: dict[str, Callable[[Head], Tensor]] = {
@@ -148,11 +176,108 @@ def _once(chosen: Tensor, classes: int) -> Tensor:
     return torch.zeros(classes, dtype=torch.long).index_fill_(0, chosen, 1)
 
 
-def _mean_softmax(head: Head) -> Tensor:
-    """p̄ of the stand-ins, averaged along the local training."""
-    means = [(f @ w.T + b).softmax(1).mean(0)
-             for f, w, b in zip(head.features, head.weights, head.biases, strict=True)]  # fmt: skip
-    return torch.einsum("w,wc->c", head.importance, torch.stack(means))
+def _softmax(head: Head, shift: Tensor | float = 0.0) -> Tensor:
+    """p of the stand-ins (STAND_INS, C), averaged along the local training, with their features
+    moved by `shift`."""
+    way = zip(head.importance, head.features, head.weights, head.biases, strict=True)
+    return torch.stack([a * ((f + shift) @ w.T + b).softmax(1) for a, f, w, b in way]).sum(0)
+
+
+def _mean_softmax(head: Head, p: Tensor, bias_gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the belief about p̄ of the records.
+
+    h̄ᵀ = ∂bᵀ(∂W − cov(p, h)) / ‖∂b‖² would be exact if every class had the same mean feature. It is
+    off by `error` covariances of the features, from labels that met features by chance and from
+    the covariance being the stand-ins'.
+    """
+    n = head.records
+    features = torch.einsum("w,wnf->nf", head.importance, torch.stack(head.features))
+    centre, middle = features.mean(0), p.mean(0)
+    own = _covariance(p)
+    cross = (p - middle).T @ (features - centre) / len(p)
+    size = max(float(bias_gradient @ bias_gradient), 1e-30)
+    mean_feature = bias_gradient @ (head.weight_gradient - cross) / size
+    prior = GAP**2 + 1 / n
+    share = _shares(middle - bias_gradient)
+    for _ in range(2):
+        by_chance = bias_gradient.square() @ share - (bias_gradient @ share) ** 2
+        error = float(by_chance / n + bias_gradient @ own @ bias_gradient) / size**2
+        trust = prior / (prior + error)
+        middle = _softmax(head, trust * (mean_feature - centre)).mean(0)
+        share = _shares(middle - bias_gradient)
+    return middle, prior * (1 - trust) * own
+
+
+def _pull(head: Head, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the belief about n∂b = Σ_i (p_i − [y_i])."""
+    n, (_, classes) = head.records, p.shape
+    eye = torch.eye(classes, dtype=p.dtype)
+    if head.bias_gradient is not None:
+        return n * head.bias_gradient, 0 * eye
+    middle, one = p.mean(0), torch.ones(classes, dtype=p.dtype)
+    features = torch.cat(head.features)
+    u = _constant_functional(features)
+    # Both observations are Σ_i S_iᵀ(p_i − [y_i]) for slopes S that vary from record to record.
+    seen = n * head.weight_gradient @ u
+    varying = float((features @ u).var()) + 1e-6
+    prior = n / classes * eye + n**2 * GAP**2 * _covariance(p)
+    pull = seen
+    for _ in range(3):  # the error depends on the labels
+        share = _shares(middle - pull / n, floor=0.1 / n)
+        mixed = torch.outer(share, middle)
+        square = torch.outer(middle, middle) - mixed - mixed.T + share.diag()
+        square = n * square + GAP**2 * torch.outer(pull, pull)
+        first = torch.linalg.inv(varying * square + 1e-4 * eye)
+        precision = torch.linalg.inv(prior)
+        weighted = precision @ (n * middle - n / classes) + first @ seen
+        precision = precision + first
+        if head.below is not None:
+            mean = head.below.slopes.mean(0)
+            apart = head.below.slopes - mean
+            error = torch.einsum("ncf,cd,ndg->fg", apart, square, apart) / len(apart)
+            ridge = 1e-3 * error.diagonal().mean() + 1e-12
+            gain = torch.linalg.solve(error + ridge * torch.eye(len(error)).double(), mean.T).T
+            precision = precision + gain @ mean.T
+            weighted = weighted + gain @ (n * head.below.gradient)
+        covariance = torch.linalg.inv(precision)
+        pull = covariance @ weighted
+        # Its entries sum to zero.
+        gain = covariance @ one / (one @ covariance @ one)
+        pull, covariance = (
+            pull - gain * pull.sum(),
+            covariance - torch.outer(gain, covariance @ one),
+        )
+    return pull, covariance
+
+
+def _covariance(rows: Tensor) -> Tensor:
+    apart = rows - rows.mean(0)
+    return apart.T @ apart / len(rows)
+
+
+def _shares(raw: Tensor, floor: float = 0.0) -> Tensor:
+    """Class shares: not negative, sum 1."""
+    raw = raw.clamp_min(0) + max(floor, 1e-12)
+    return raw / raw.sum()
+
+
+def _whole(mean: Tensor, covariance: Tensor, total: int) -> tuple[Tensor, float]:
+    """Whole counts by rounding the surest first and conditioning the others on it, and the
+    surprise: squared roundings in units of what the belief allows."""
+    found = torch.zeros(len(mean), dtype=torch.long)
+    open_, surprise = torch.ones(len(mean), dtype=torch.bool), 0.0
+    for _ in range(len(mean)):
+        variances = covariance.diagonal().clamp_min(0).where(open_, torch.inf)
+        i = int(variances.argmin())
+        variance = float(variances[i])
+        count = mean[i].round().clamp(0, total)
+        off = float(count - mean[i])
+        surprise += off**2 / (variance + TRUST)
+        found[i], open_[i] = int(count), False
+        if variance > 1e-9:  # else it is not in doubt, and tells nothing about the others
+            gain = covariance[:, i] / variance
+            mean, covariance = mean + gain * off, covariance - torch.outer(gain, covariance[i])
+    return found, surprise
 
 
 def _constant_functional(features: Tensor) -> Tensor:
@@ -182,39 +307,89 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
     places, pulls = _path(training, steps)
     unit = 1 / (training.lr * float(pulls.sum()))
     some = torch.linspace(0, steps - 1, min(steps, WAYPOINTS)).round().long()
-    images = smooth_noise((STAND_INS, *seen.shape), rng)
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
+    images = (smooth_noise((STAND_INS, *seen.shape), rng) - mean) / std
     model = ready(seen.model, training).float()
     before = {n: p.detach() for n, p in model.named_parameters() if n in seen.update}
-    caught: list[Tensor] = []
-    model.get_submodule(layer.module).register_forward_hook(
-        lambda module, args, output: caught.append(args[0].detach())
-    )
     # What is left of the update without weight decay is a sum of gradients.
     shrunk = decay(training, steps) if training.optimiser == "sgd" else 0.0
-    gradient = {
-        name: (seen.update[name] - shrunk * before[name]).double() * unit
-        for name in (layer.weight, layer.bias)
-        if name
-    }
-    weights, biases = [], []
-    for share in places[some].tolist():
+
+    def gradient(name: str) -> Tensor:
+        return (seen.update[name] - shrunk * before[name]).double() * unit
+
+    importance = pulls[some] / pulls[some].sum()
+    weights, biases, features = [], [], []
+    lower, slopes = None, torch.zeros(())
+    for share, weight in zip(places[some].tolist(), importance.tolist(), strict=True):
         values = {n: p - share * seen.update[n] for n, p in before.items()}
-        with torch.no_grad():
-            torch.func.functional_call(model, values, ((images - mean) / std,))
+        features.append(_features(model, values, images, layer.module))
         weights.append(values[layer.weight].double())
         zero = weights[-1].new_zeros(len(weights[-1]))
         biases.append(values[layer.bias].double() if layer.bias else zero)
+        if layer.bias is None:
+            lower, here = _slopes(model, values, images[:PROBES], layer.module)
+            slopes = slopes + weight * here
     return Head(
-        gradient[layer.weight],
-        gradient[layer.bias] if layer.bias else None,
+        gradient(layer.weight),
+        gradient(layer.bias) if layer.bias else None,
         tuple(weights),
         tuple(biases),
-        tuple(f.double() for f in caught),
-        pulls[some] / pulls[some].sum(),
+        tuple(features),
+        importance,
         records,
         training.optimiser == "sgd",
+        Below(gradient(lower), slopes) if lower else None,
     )
+
+
+def _features(model: nn.Module, values: Named, inputs: Tensor, head: str) -> Tensor:
+    """What enters the head."""
+    caught: list[Tensor] = []
+    handle = model.get_submodule(head).register_forward_hook(
+        lambda module, args, output: caught.append(args[0].detach())
+    )
+    with torch.no_grad():
+        for part in torch.split(inputs, PROBES):
+            torch.func.functional_call(model, values, (part,))
+    handle.remove()
+    return torch.cat(caught).double()
+
+
+def _slopes(
+    model: nn.Module, values: Named, inputs: Tensor, head: str
+) -> tuple[str | None, Tensor]:
+    """The last bias below the head, by name, and ∂z/∂bias of every input (N, C, F); no name where
+    there is none."""
+    runs: list[tuple[str, Tensor]] = []  # each layer's output, channels second
+
+    def watch(name: str, layer: nn.Module) -> RemovableHandle:
+        channels = -1 if isinstance(layer, (nn.Linear, nn.LayerNorm)) else 1
+
+        def pass_on(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            here = output.requires_grad_().movedim(channels, 1)
+            runs.append((name, here))
+            return here.movedim(1, channels).clone()  # what follows may overwrite it
+
+        return layer.register_forward_hook(pass_on)
+
+    handles = [
+        watch(f"{name}.bias", layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in values
+    ]
+    with torch.enable_grad():
+        logits = torch.func.functional_call(model, values, (inputs,)).sum(0)
+    for handle in handles:
+        handle.remove()
+    names = [name for name, _ in runs]
+    for name, here in reversed(runs):
+        if names.count(name) > 1:  # shared by several places: its gradient is their sum
+            continue
+        rows = [torch.autograd.grad(z, here, retain_graph=True, allow_unused=True)[0]
+                for z in logits]  # fmt: skip
+        if rows[0] is not None:
+            return name, torch.stack([r.reshape(*r.shape[:2], -1).sum(2) for r in rows], 1).double()
+    return None, torch.zeros(())
 
 
 def _path(training: LocalTraining, steps: int) -> tuple[Tensor, Tensor]:
