@@ -16,8 +16,11 @@ from torch import Tensor, nn
 Named: TypeAlias = dict[str, Tensor]
 """Tensors keyed by parameter name."""
 
+Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+"""Mean and variance by channel of what enters a batch-norm layer, keyed by the layer's name."""
+
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
-Knowledge: TypeAlias = Literal["training", "records", "labels", "own"]
+Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
 Realism: TypeAlias = Literal["realistic", "informed", "oracle"]
 
 
@@ -120,6 +123,7 @@ class Observation:
     records: int | None = None
     labels: Tensor | None = None
     own: Batch | None = None
+    statistics: Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -138,12 +142,16 @@ class Resources:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An attack's guess with the attack's own residual: it never knew how good the guess is."""
+    """An attack's guess with the attack's own residual: it never knew how good the guess is.
+
+    `history` is its objective an iteration, `distances` the gradient distance in it.
+    """
 
     inputs: Tensor
     labels: Tensor | None
     residual: float
     history: tuple[float, ...] = ()
+    distances: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 

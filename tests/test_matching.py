@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +22,19 @@ from leakgauge.attacks._engine import Engine, Slope
 from leakgauge.attacks._matching import (
     OPTIMISERS,
     Adam,
+    Blend,
     Lbfgs,
     Optimiser,
+    Phases,
     constant,
     cosine,
     match,
     staged,
     steps,
 )
-from leakgauge.attacks._objectives import squared
+from leakgauge.attacks._objectives import Distance, squared
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import LowResolution, Pixels, Start, noise
+from leakgauge.attacks._spaces import SPACES, Generator, LowResolution, Pixels, Start, noise
 from leakgauge.errors import InputError, Withheld
 from leakgauge.fl.local import train
 from leakgauge.types import Batch, LocalTraining, Observation, Resources
@@ -50,6 +53,7 @@ class Scripted:
         self.answer = answer
         self.inputs: list[Tensor] = []
         self.labels: list[Tensor] = []
+        self.distances: list[Distance] = []
         self.mode = "scripted"
         self.notes = ["a note of the engine"]
 
@@ -57,7 +61,8 @@ class Scripted:
         self.device, self.dtype = torch.device(device), dtype
         return self
 
-    def slope(self, inputs: Tensor, labels: Tensor, distance: object) -> Slope:
+    def slope(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+        self.distances.append(distance)
         self.inputs.append(inputs.clone())
         self.labels.append(labels.clone())
         return self.answer(len(self.inputs) - 1, inputs, labels)
@@ -103,7 +108,7 @@ def run(optimiser: Optimiser, iterations: int, **options: Any) -> Any:
     defaults = {"labels": torch.tensor([3]), "rng": seeded()}
     return match(
         options.pop("seen", seen()),
-        squared,
+        options.pop("distance", squared),
         optimiser=optimiser,
         iterations=iterations,
         **defaults | options,
@@ -252,6 +257,7 @@ def test_objective_is_distance_plus_weighted_priors(script: Callable[..., Script
 
     guess = run(Adam(lr=0.05), 3, priors=((prior, weight),))
     assert guess.history == (1 + 4, 2 + 0.5, 3 + 0)
+    assert guess.distances == (1, 2, 3)
     assert guess.residual == 2
     assert torch.equal(guess.inputs, engine.inputs[1])
     assert weights == pytest.approx([0, 1 / 3, 2 / 3])
@@ -270,7 +276,7 @@ def test_the_restart_of_lowest_objective_wins(script: Callable[..., Scripted]) -
     engine = script(values([3.0, 2.0, 5.0, 1.0, 4.0, 4.5]))
     guess = run(Adam(lr=0.05), 2, restarts=3)
     assert guess.residual == 1
-    assert guess.history == (5, 1)
+    assert guess.history == guess.distances == (5, 1)
     assert torch.equal(guess.inputs, engine.inputs[3])
     assert guess.facts["objectives"] == [2, 1, 4]
     assert guess.facts["iterations"] == 6
@@ -299,6 +305,169 @@ def test_an_infinite_prior_is_an_error_in_words(script: Callable[..., Scripted])
     script(values([1.0]))
     with pytest.raises(InputError, match="objective became nan"):
         run(Adam(), 1, priors=((lambda x: (0 * x.sum()).log() * 0, constant()),))
+
+
+# ---------------------------------------------------------------- phases
+
+
+def other(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A second distance, so that there is one to change to."""
+    return squared(guess, target)
+
+
+def halves(done: float) -> Distance:
+    return squared if done < 0.5 else other
+
+
+def test_the_best_iterate_is_one_of_the_last_phase(script: Callable[..., Scripted]) -> None:
+    engine = script(values([5.0, 1.0, 9.0, 7.0, 8.0, 7.5]))
+    guess = run(Adam(lr=0.05), 6, distance=Phases(lambda done: squared if done < 1 / 3 else other))
+    assert engine.distances == [squared] * 2 + [other] * 4
+    assert guess.residual == 7
+    assert torch.equal(guess.inputs, engine.inputs[3])
+    assert guess.history == (5, 1, 9, 7, 8, 7.5)
+
+
+def test_a_restart_cut_short_in_an_earlier_phase_does_not_win(
+    script: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = script(values([5.0, 4.0, 9.0, 8.0, 0.5]))
+    clock = SimpleNamespace(monotonic=lambda: float(len(engine.inputs)))
+    monkeypatch.setattr(_matching, "time", clock)
+    guess = run(
+        Adam(lr=0.05), 4, restarts=2, distance=Phases(halves), resources=Resources(seconds=4.5)
+    )
+    assert guess.residual == 8
+    assert guess.facts["objectives"] == [8, 0.5]
+
+
+def test_lbfgs_searches_anew_when_the_distance_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of another function would mislead it: each phase is solved as if it stood alone."""
+    goals = {squared: torch.full((1, *SHAPE), 0.9), other: torch.full((1, *SHAPE), 0.2)}
+    stretch = torch.logspace(0, 2, goals[other][0].numel(), dtype=torch.float64)
+
+    class Switching(Scripted):
+        def slope(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+            super().slope(inputs, labels, distance)
+            away = (inputs - goals[distance]) * stretch.view_as(inputs)  # type: ignore[index]
+            return Slope(float((away * away / stretch.view_as(inputs)).sum() / 2), away, None)
+
+    engine = Switching(values([0.0] * 200))
+    monkeypatch.setattr(_matching, "Engine", engine)
+    guess = run(Lbfgs(), 160, distance=Phases(halves), box="none", dtype=torch.float64)
+    assert engine.distances.count(other) > 20
+    first = max(k for k, d in enumerate(engine.distances) if d is squared)
+    assert torch.allclose(engine.inputs[first], goals[squared].double(), atol=1e-4)
+    assert torch.allclose(guess.inputs, goals[other], atol=1e-4)
+
+
+# ---------------------------------------------------------------- patience
+
+
+@pytest.mark.parametrize("optimiser", [Adam(lr=0.01), Lbfgs()], ids=["adam", "lbfgs"])
+def test_patience_ends_a_restart_that_does_not_improve(
+    script: Callable[..., Scripted], optimiser: Optimiser
+) -> None:
+    falls = [10.0, 9.0, 8.0]
+    waits = [8.0 - 1e-4 * k for k in range(50)]  # 1e-4 relative is 8e-4 here: eight of these steps
+    engine = script(values([*falls, *waits]))
+    guess = run(optimiser, 40, patience=5, box="none")
+    assert len(engine.inputs) == len(guess.history) == 3 + 5
+    assert guess.residual == pytest.approx(8 - 4e-4)
+    assert guess.notes[-1] == ("restart 1 of 1 stopped after 8 of 40 iterations: no progress in 5")
+
+
+def test_patience_bears_slow_progress_and_lets_other_restarts_run(
+    script: Callable[..., Scripted],
+) -> None:
+    slow = [8.0 * (1 - 3e-5) ** k for k in range(20)]
+    engine = script(values([*slow, *[9.0] * 20]))
+    guess = run(Adam(lr=0.01), 20, patience=5, restarts=2)
+    assert len(engine.inputs) == 20 + 6
+    assert guess.notes[1:] == ("restart 2 of 2 stopped after 6 of 20 iterations: no progress in 5",)
+    assert guess.residual == slow[-1]
+
+
+def test_patience_waits_for_the_last_phase(script: Callable[..., Scripted]) -> None:
+    engine = script(values([1.0] * 40))
+    run(Adam(lr=0.01), 40, patience=3, distance=Phases(halves))
+    assert engine.distances == [squared] * 20 + [other] * 4
+
+
+def test_no_patience_at_all_is_refused() -> None:
+    with pytest.raises(InputError, match="patience must be at least 1 iteration, got 0"):
+        run(Adam(), 5, patience=0)
+
+
+# ---------------------------------------------------------------- given images to begin from
+
+
+def test_the_search_begins_from_given_images(script: Callable[..., Scripted]) -> None:
+    begin = torch.rand(1, *SHAPE, generator=seeded(3))
+    engine = script(values([1.0, 2.0]))
+    kept = begin.clone()
+    guess = run(Adam(lr=0.1), 2, begin=begin)
+    assert torch.equal(engine.inputs[0], kept)
+    assert torch.equal(guess.inputs, kept)
+    assert torch.equal(begin, kept)
+
+
+def test_images_to_begin_from_need_their_shape_and_pixels() -> None:
+    with pytest.raises(InputError, match=r"must hold images \(1, 2, 4, 6\), got \(2, 4, 6\)"):
+        run(Adam(), 1, begin=torch.zeros(SHAPE))
+    with pytest.raises(InputError, match=r"LowResolution cannot begin .* use the space 'pixels'"):
+        run(Adam(), 1, begin=torch.zeros(1, *SHAPE), space=LowResolution())
+
+
+# ---------------------------------------------------------------- blended gradients and noise
+
+
+def test_blend_mixes_in_the_slope_a_little_uphill(script: Callable[..., Scripted]) -> None:
+    """On ½‖(x − goal)·s‖² the gradient is linear: what the blend makes of it is known."""
+    goal = torch.full((2, *SHAPE), 0.5)
+    bend = torch.linspace(1, 3, goal[0].numel()).view(1, *SHAPE)
+    engine = script(lambda call, x, y: Slope(1.0, bend * (x - goal), None))
+    fed: list[Tensor] = []
+    original = _matching.advance
+
+    def spy(state: Any, gradient: Any, rate: Any) -> Any:
+        fed.append(gradient[0])
+        return original(state, gradient, rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_matching, "advance", spy)
+        guess = run(
+            Adam(lr=0.1, blend=Blend(weight=0.6, reach=0.3)), 1,
+            seen=seen(2), labels=torch.tensor([0, 1]),
+        )  # fmt: skip
+    x = engine.inputs[0]
+    slope = bend * (x - goal)
+    uphill = 0.3 * torch.stack([s / s.norm() for s in slope])  # each image by its own norm
+    assert torch.allclose(engine.inputs[1], x + uphill, atol=1e-6)
+    assert torch.allclose(fed[0], slope + 0.6 * bend * uphill, atol=1e-6)
+    assert len(guess.history) == 1  # the look ahead is no iterate
+
+
+def test_blend_may_look_at_the_point_of_the_next_step(script: Callable[..., Scripted]) -> None:
+    engine = script(values([1.0] * 4))
+    guess = run(Adam(lr=0.01, signed=True, blend=Blend(to="step")), 2, box="none")
+    start, ahead, second, _ = engine.inputs
+    assert torch.allclose(ahead, start - 0.01, atol=1e-6)
+    assert torch.allclose(second, start - 0.01, atol=1e-6)
+    assert len(guess.history) == 2
+
+
+def test_noise_is_as_strong_as_the_learning_rate_says(script: Callable[..., Scripted]) -> None:
+    flat = lambda call, x, y: Slope(1.0, torch.zeros_like(x), None)  # noqa: E731
+    engine = script(flat)
+    run(Adam(lr=0.1, schedule=steps((0.5,)), noise=0.2), 3, box="none", seen=seen(40),
+        labels=torch.zeros(40, dtype=torch.long))  # fmt: skip
+    kicks = [float((b - a).std()) for a, b in zip(engine.inputs, engine.inputs[1:], strict=False)]
+    assert kicks == pytest.approx([0.02, 0.02], rel=0.1)
+    again = script(flat)
+    run(Adam(lr=0.1, schedule=steps((0.5,)), noise=0.2), 3, box="none", seen=seen(40),
+        labels=torch.zeros(40, dtype=torch.long))  # fmt: skip
+    assert torch.equal(engine.inputs[2], again.inputs[2])
 
 
 # ---------------------------------------------------------------- labels
@@ -472,9 +641,9 @@ def test_first_candidates_lie_in_the_box_as_named(start: Start) -> None:
 
 
 def test_pixels_are_what_they_are() -> None:
-    x = Pixels().draw((2, 3, 8, 8), "uniform", seeded())
+    (x,) = Pixels().draw((2, 3, 8, 8), "uniform", seeded())
     assert torch.equal(x, noise((2, 3, 8, 8), "uniform", seeded()))
-    assert Pixels().decode(x, (8, 8)) is x
+    assert Pixels().decode([x], (8, 8)) is x
 
 
 @pytest.mark.parametrize(
@@ -483,17 +652,17 @@ def test_pixels_are_what_they_are() -> None:
 )
 def test_low_resolution_shapes(factor: int, size: tuple[int, int], small: tuple[int, int]) -> None:
     space = LowResolution(factor)
-    free = space.draw((2, 3, *size), "uniform", seeded())
+    (free,) = space.draw((2, 3, *size), "uniform", seeded())
     assert free.shape == (2, 3, *small)
-    assert space.decode(free, size).shape == (2, 3, *size)
+    assert space.decode([free], size).shape == (2, 3, *size)
 
 
 def test_low_resolution_of_a_constant_is_constant_and_overshoot_is_clamped() -> None:
     space = LowResolution(4)
-    assert torch.allclose(space.decode(torch.full((1, 1, 2, 2), 0.3), (8, 8)), torch.tensor(0.3))
+    assert torch.allclose(space.decode([torch.full((1, 1, 2, 2), 0.3)], (8, 8)), torch.tensor(0.3))
     edge = torch.zeros(1, 1, 4, 4)
     edge[..., 2:] = 1.0
-    decoded = space.decode(edge, (16, 16))
+    decoded = space.decode([edge], (16, 16))
     free = nn.functional.interpolate(edge, (16, 16), mode="bicubic", align_corners=False)
     assert float(free.max()) > 1
     assert float(free.min()) < 0
@@ -503,14 +672,14 @@ def test_low_resolution_of_a_constant_is_constant_and_overshoot_is_clamped() -> 
 def test_low_resolution_has_a_derivative() -> None:
     space = LowResolution(2)
     free = (0.3 + 0.4 * torch.rand(1, 2, 3, 3, generator=seeded())).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: space.decode(x, (6, 6)), (free,))
+    assert torch.autograd.gradcheck(lambda x: space.decode([x], (6, 6)), (free,))
 
 
 def test_low_resolution_is_searched_at_low_resolution(script: Callable[..., Scripted]) -> None:
     """A goal that an up-sampled image can reach is reached, through the slope of the decoding."""
     space = LowResolution(2)
     small = 0.3 + 0.4 * torch.rand(1, 2, 2, 3, generator=seeded(4))
-    goal = space.decode(small, SHAPE[1:])
+    goal = space.decode([small], SHAPE[1:])
     engine = script(towards(goal))
     guess = run(Lbfgs(), 40, space=space, box="none")
     assert all(x.shape == (1, *SHAPE) for x in engine.inputs)
@@ -520,6 +689,48 @@ def test_low_resolution_is_searched_at_low_resolution(script: Callable[..., Scri
 def test_a_factor_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="factor must be at least 1, got 0"):
         LowResolution(0)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 32, 32), (2, 1, 28, 28), (1, 2, 4, 6), (2, 3, 5, 17)])
+def test_generator_makes_images_of_any_shape(shape: tuple[int, int, int, int]) -> None:
+    space = Generator(latent=6, width=12)
+    free = space.draw(shape, "normal", seeded())
+    images = space.decode(free, shape[2:])
+    assert images.shape == shape
+    assert bool(((images > 0) & (images < 1)).all())
+    assert all(float((a - b).abs().max()) > 0.05 for a, b in pairwise(images))
+    again = space.draw(shape, "normal", seeded())
+    assert all(torch.equal(a, b) for a, b in zip(free, again, strict=True))
+
+
+def test_generator_keeps_the_images_apart() -> None:
+    """An image depends on its own code and the weights, not on its neighbours."""
+    space = Generator(latent=6, width=8)
+    free = space.draw((3, 1, 8, 8), "normal", seeded())
+    alone = space.decode([free[0][1:2], *free[1:]], (8, 8))
+    assert torch.allclose(space.decode(free, (8, 8))[1:2], alone, atol=1e-6)
+
+
+def test_generator_reaches_an_image_by_its_weights(script: Callable[..., Scripted]) -> None:
+    goal = 0.2 + 0.6 * torch.rand(2, *SHAPE, generator=seeded(4))
+    engine = script(towards(goal))
+    options = {"seen": seen(2), "labels": torch.tensor([1, 2]), "space": Generator(8, 16)}
+    guess = run(Adam(lr=0.02), 300, **options)
+    assert float((guess.inputs - goal).abs().max()) < 0.02
+    assert float((engine.inputs[0] - goal).abs().max()) > 0.2
+
+
+def test_a_generator_without_channels_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 128 and 0"):
+        Generator(width=0)
+
+
+def test_only_images_are_clamped(script: Callable[..., Scripted]) -> None:
+    """The weights of a generator lie on both sides of 0: a clamp would change its first image."""
+    engine = script(values([1.0] * 3))
+    run(Adam(lr=1e-4), 3, space=Generator(8, 8))
+    assert float((engine.inputs[2] - engine.inputs[0]).abs().max()) < 0.01
+    assert {name for name, space in SPACES.items() if space.boxed} == {"pixels", "low-resolution"}
 
 
 def test_total_variation_is_the_mean_step_across_plus_the_mean_step_down() -> None:

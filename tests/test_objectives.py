@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._objectives import Distance, by_autograd, cosine, dot, squared
+from leakgauge.attacks._objectives import (
+    Distance,
+    by_autograd,
+    cosine,
+    dot,
+    relative_l1,
+    squared,
+    weighted,
+)
 
 SHAPES = ((4, 3, 2, 2), (5,), (2, 7), ())
 
@@ -45,8 +53,17 @@ def l1(guess: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("distance", "plain"),
-    [(squared, plain_squared), (cosine, plain_cosine), (by_autograd(l1), plain_l1)],
-    ids=["squared", "cosine", "by_autograd(l1)"],
+    [
+        (squared, plain_squared),
+        (cosine, plain_cosine),
+        (by_autograd(l1), plain_l1),
+        (relative_l1, lambda g, t: plain_l1(g, t) / t.abs().sum()),
+        (
+            weighted((2.0, cosine), (0.5, squared), (3.0, cosine)),
+            lambda g, t: 5 * plain_cosine(g, t) + 0.5 * plain_squared(g, t),
+        ),
+    ],
+    ids=["squared", "cosine", "by_autograd(l1)", "relative_l1", "weighted"],
 )
 def test_value_and_slope_are_those_of_autograd_on_the_formula(distance: Distance, plain) -> None:  # type: ignore[no-untyped-def]
     guess, target = gradients(0), gradients(1)
@@ -61,7 +78,7 @@ def test_value_and_slope_are_those_of_autograd_on_the_formula(distance: Distance
     assert torch.allclose(flat(v), slope, rtol=1e-12)
 
 
-@pytest.mark.parametrize("distance", [squared, cosine], ids=["squared", "cosine"])
+@pytest.mark.parametrize("distance", [squared, cosine, relative_l1])
 def test_closed_forms_put_the_slope_where_the_guess_was_and_spare_the_target(
     distance: Distance,
 ) -> None:

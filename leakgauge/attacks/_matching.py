@@ -1,7 +1,8 @@
 """The loop of every optimisation attack: candidates are moved until their gradient matches.
 
 The best iterate is chosen by the attack's own objective (distance plus priors), across restarts
-too; the truth is nowhere in reach. Runs stop after `iterations` or `resources.seconds`.
+too; the truth is nowhere in reach. Runs stop after `iterations`, `resources.seconds`, or when
+nothing has improved for `patience` iterations.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from leakgauge.attacks._engine import Engine, Mode
 from leakgauge.attacks._objectives import Distance
 from leakgauge.attacks._spaces import Pixels, Space, Start
 from leakgauge.errors import InputError, Withheld
-from leakgauge.fl.local import advance
+from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
@@ -29,6 +30,8 @@ Schedule: TypeAlias = Callable[[float], float]
 
 Prior: TypeAlias = tuple[Callable[[Tensor], Tensor], Schedule]
 """A penalty on images and its weight over the run."""
+
+IMPROVED = 1e-4  # relative fall of the best objective that counts as progress for `patience`
 
 
 def constant(value: float = 1.0) -> Schedule:
@@ -51,13 +54,40 @@ def staged(values: tuple[float, ...]) -> Schedule:
 
 
 @dataclass(frozen=True)
+class Phases:
+    """A distance that changes over the run. `at(share of the run done)` returns the same object
+    while nothing changes: another object begins a new phase, and with it a new record of the best
+    iterate, for objectives of different phases cannot be compared."""
+
+    at: Callable[[float], Distance]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The gradient used is (1 − weight)·∇D(x) + weight·∇D(x')  (FedLeak, Eq. 14).
+
+    x' = x + reach·∇D/‖∇D‖ for each image (`to="slope"`, Eq. 13, uphill as printed), or the point
+    after one step of the optimiser (`to="step"`). It costs a second evaluation an iteration.
+    """
+
+    weight: float = 0.7
+    reach: float = 0.1
+    to: Literal["slope", "step"] = "slope"
+
+
+@dataclass(frozen=True)
 class Adam:
-    """Adam on the candidates; `signed` feeds it the sign of the gradient, as IG does."""
+    """Adam on the candidates; `signed` feeds it the sign of the gradient, as IG does.
+
+    `noise` adds lr·noise·N(0, 1) to every step (Langevin).
+    """
 
     lr: float = 0.1
     schedule: Schedule = field(default_factory=constant)
     signed: bool = False
     weight_decay: float = 0.0
+    noise: float = 0.0
+    blend: Blend | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +107,23 @@ class _OutOfTime(Exception):
     """Unwinds the optimiser when the time is spent."""
 
 
-class _OutOfIterations(Exception):
-    """Unwinds L-BFGS, whose line search would take some more."""
+class _OutOfPatience(Exception):
+    """Unwinds the optimiser when nothing improves any more."""
+
+
+class _SearchEnds(Exception):
+    """Unwinds L-BFGS in its line search: no iteration is left, or the distance changes."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """The objective at some free variables: its distance alone, its images, its gradient."""
+
+    objective: float
+    distance: float
+    inputs: Tensor
+    labels: Tensor
+    gradient: list[Tensor]
 
 
 @dataclass
@@ -86,31 +131,41 @@ class _Problem:
     """One restart: the objective of its free variables, with the best point met so far."""
 
     engine: Engine
-    distance: Distance
+    distance: Distance | Phases
     labels: Tensor | None
     priors: tuple[Prior, ...]
     space: Space
     size: tuple[int, int]
-    free: list[Tensor]  # the space's variable and, when labels are searched too, their logits
+    free: list[Tensor]  # the space's variables and, when labels are searched too, their logits
     total: int
+    patience: int | None
     report: Callable[[float], None]
 
     def __post_init__(self) -> None:
         self.best = math.inf
         self.best_distance = math.inf
-        self.best_inputs, self.best_labels = (t.clone() for t in self._decode())
+        self.best_inputs, self.best_labels = (t.clone() for t in self._decode(self.free))
         self.history: list[float] = []
+        self.distances: list[float] = []
+        self.phase: Distance | None = None
+        self.phases = 0
+        self._mark = (math.inf, 0)  # objective and iteration of the last improvement that counts
 
-    def _decode(self) -> tuple[Tensor, Tensor]:
-        inputs = self.space.decode(self.free[0], self.size)
-        return inputs, self.labels if self.labels is not None else self.free[1].softmax(1)
+    def distance_at(self, done: float) -> Distance:
+        return self.distance.at(done) if isinstance(self.distance, Phases) else self.distance
 
-    def evaluate(self, done: float) -> float:
-        """Objective at the free variables; leaves its derivative in their `.grad`."""
-        leaves = [f.requires_grad_() for f in self.free]
+    def _decode(self, free: list[Tensor]) -> tuple[Tensor, Tensor]:
+        if self.labels is not None:
+            return self.space.decode(free, self.size), self.labels
+        return self.space.decode(free[:-1], self.size), free[-1].softmax(1)
+
+    def derivative(self, free: list[Tensor], done: float) -> _Point:
+        """The objective at these variables, by the distance of the present phase."""
+        assert self.phase is not None
+        leaves = [f.requires_grad_() for f in free]
         with torch.enable_grad():
-            inputs, labels = self._decode()
-            slope = self.engine.slope(inputs.detach(), labels.detach(), self.distance)
+            inputs, labels = self._decode(leaves)
+            slope = self.engine.slope(inputs.detach(), labels.detach(), self.phase)
             penalty = inputs.new_zeros(())
             for prior, weight in self.priors:
                 penalty = penalty + weight(done) * prior(inputs)
@@ -119,26 +174,47 @@ class _Problem:
                 outputs, seeds = [*outputs, labels], [*seeds, slope.labels]
             kept = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
             gradient = torch.autograd.grad([o for o, _ in kept], leaves, [s for _, s in kept])
-        for leaf, g in zip(self.free, gradient, strict=True):
+        for leaf in leaves:
             leaf.requires_grad_(False)
-            leaf.grad = g
         objective = slope.value + float(penalty.detach())
         if not math.isfinite(objective):
             raise InputError(
                 f"the attack's objective became {objective} at iteration {len(self.history)}: "
                 "lower its learning rate, or check the observed update"
             )
-        self.history.append(objective)
-        if objective < self.best:
-            self.best, self.best_distance = objective, slope.value
-            self.best_inputs, self.best_labels = inputs.detach().clone(), labels.detach().clone()
-        self.report(objective)
-        return objective
+        return _Point(objective, slope.value, inputs.detach(), labels.detach(), list(gradient))
+
+    def evaluate(self, done: float) -> _Point:
+        """The objective at the present free variables, recorded."""
+        distance = self.distance_at(done)
+        if distance is not self.phase:
+            self.phase, self.phases = distance, self.phases + 1
+            self.best, self._mark = math.inf, (math.inf, len(self.history))
+        here = self.derivative(self.free, done)
+        self.history.append(here.objective)
+        self.distances.append(here.distance)
+        if here.objective < self.best:
+            self.best, self.best_distance = here.objective, here.distance
+            self.best_inputs, self.best_labels = here.inputs.clone(), here.labels.clone()
+        self.report(here.objective)
+        if self.patience is not None:
+            self._wait(self.patience)
+        return here
+
+    def _wait(self, patience: int) -> None:
+        least, since = self._mark
+        if self.best < least - IMPROVED * abs(least) or math.isinf(least):
+            self._mark = (self.best, len(self.history))
+        elif patience <= len(self.history) - since < self.total - since:
+            # Earlier phases run to their end: what follows them is the point.
+            last = self.distance_at((self.total - 1) / self.total)
+            if last is self.phase:
+                raise _OutOfPatience
 
 
 def match(
     seen: Observation,
-    distance: Distance,
+    distance: Distance | Phases,
     *,
     labels: Tensor | None,
     optimiser: Optimiser,
@@ -152,10 +228,13 @@ def match(
     derivative: Mode = "auto",
     dtype: torch.dtype = torch.float32,
     resources: Resources | None = None,
+    begin: Tensor | None = None,
+    patience: int | None = None,
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
 
-    `labels=None` searches the labels too, as softmax of free logits.
+    `labels=None` searches the labels too, as softmax of free logits. `begin` are images to start
+    from instead of `start`.
     """
     if seen.training is None or seen.records is None:
         raise Withheld("gradient matching needs 'training' and 'records' in the observation")
@@ -164,8 +243,13 @@ def match(
             f"gradient matching needs iterations and restarts of at least 1, got {iterations} "
             f"and {restarts}"
         )
+    if patience is not None and patience < 1:
+        raise InputError(f"patience must be at least 1 iteration, got {patience}")
     resources = resources or Resources()
     space = space or Pixels()
+    shape = (seen.records, *seen.shape)
+    if begin is not None:
+        _check_begin(begin, shape, space)
     engine = Engine(
         seen,
         seen.training,
@@ -188,7 +272,7 @@ def match(
     found: list[_Problem] = []
     notes: list[str] = []
     for _ in range(restarts):
-        free = [space.draw((seen.records, *seen.shape), start, rng)]
+        free = space.draw(shape, start, rng) if begin is None else [begin.clone()]
         if labels is None:
             free.append(torch.randn(seen.records, seen.classes, generator=rng))
         problem = _Problem(
@@ -200,24 +284,35 @@ def match(
             size=seen.shape[1:],
             free=[f.to(engine.device, engine.dtype) for f in free],
             total=iterations,
+            patience=patience,
             report=report,
         )
         found.append(problem)
         try:
-            _run(problem, optimiser, box)
+            if isinstance(optimiser, Lbfgs):
+                _run_lbfgs(problem, optimiser)
+            else:
+                _run_adam(problem, optimiser, box == "clamp" and space.boxed, rng)
         except _OutOfTime:
             notes.append(
                 f"stopped by the time budget of {resources.seconds:g} s after {done} of "
                 f"{iterations * restarts} iterations"
             )
             break
-    best = min(found, key=lambda p: p.best)
+        except _OutOfPatience:
+            notes.append(
+                f"restart {len(found)} of {restarts} stopped after {len(problem.history)} of "
+                f"{iterations} iterations: no progress in {patience}"
+            )
+    # A restart that the budget cut short in an earlier phase is not comparable: it comes last.
+    best = min(found, key=lambda p: (-p.phases, p.best))
     guessed = best.best_labels
     return Reconstruction(
         inputs=best.best_inputs.clamp(0, 1).float().cpu(),
         labels=(guessed.argmax(1) if guessed.is_floating_point() else guessed).cpu(),
         residual=best.best_distance,
         history=tuple(best.history),
+        distances=tuple(best.distances),
         notes=(*engine.notes, *notes),
         facts={
             "derivative": engine.mode,
@@ -227,38 +322,95 @@ def match(
     )
 
 
-def _run(problem: _Problem, optimiser: Optimiser, box: Literal["clamp", "none"]) -> None:
-    if isinstance(optimiser, Lbfgs):
-        _run_lbfgs(problem, optimiser)
-        return
+def shared(resources: Resources | None, total: int) -> Callable[[int], Resources]:
+    """For attacks of several stages: what is left for a stage that begins after `done` of all
+    iterations. Progress counts over all stages."""
+    resources = resources or Resources()
+    begun, seconds, progress = time.monotonic(), resources.seconds, resources.progress
+
+    def left(done: int) -> Resources:
+        return replace(
+            resources,
+            seconds=None if seconds is None else max(0.0, seconds - time.monotonic() + begun),
+            progress=progress and (lambda i, _, objective: progress(done + i, total, objective)),
+        )
+
+    return left
+
+
+def _check_begin(begin: Tensor, shape: tuple[int, ...], space: Space) -> None:
+    if not isinstance(space, Pixels):
+        raise InputError(
+            f"a search in the space {type(space).__name__} cannot begin from given images: use the "
+            "space 'pixels'"
+        )
+    if begin.shape != shape:
+        raise InputError(f"begin must hold images {shape}, got {tuple(begin.shape)}")
+
+
+def _run_adam(problem: _Problem, optimiser: Adam, clamp: bool, rng: torch.Generator) -> None:
     # A step of local training is a step of Adam here too.
     state = start_state(problem.free, LocalTraining(optimiser="adam"))
+    images = len(problem.free) - (problem.labels is None)  # what comes behind them are logits
+
+    def moved(gradient: list[Tensor], lr: float) -> State:
+        if optimiser.signed:
+            gradient = [g.sign() for g in gradient]
+        rate = LocalTraining(optimiser="adam", lr=lr, weight_decay=optimiser.weight_decay)
+        return advance(state, gradient, rate)
+
     for i in range(problem.total):
         done = i / problem.total
-        problem.evaluate(done)
-        gradient = [f.grad.sign() if optimiser.signed else f.grad for f in problem.free
-                    if f.grad is not None]  # fmt: skip
-        rate = LocalTraining(
-            optimiser="adam",
-            lr=optimiser.lr * optimiser.schedule(done),
-            weight_decay=optimiser.weight_decay,
-        )
-        state = advance(state, gradient, rate)
-        if box == "clamp":
-            clamped = (state.weights[0].clamp(0, 1), *state.weights[1:])
-            state = state.with_tensors((*clamped, *state.tensors()[len(clamped) :]))
-        problem.free = list(state.weights)
+        lr = optimiser.lr * optimiser.schedule(done)
+        gradient = problem.evaluate(done).gradient
+        if optimiser.blend:
+            if optimiser.blend.to == "step":
+                ahead = list(moved(gradient, lr).weights)
+            else:
+                ahead = _uphill(problem, gradient, optimiser.blend.reach)
+            there = problem.derivative(ahead, done).gradient
+            gradient = [torch.lerp(g, t, optimiser.blend.weight)
+                        for g, t in zip(gradient, there, strict=True)]  # fmt: skip
+        state = moved(gradient, lr)
+        weights = list(state.weights)
+        if optimiser.noise:
+            kicks = [torch.randn(w.shape, generator=rng).to(w) for w in weights]
+            weights = [w + lr * optimiser.noise * k for w, k in zip(weights, kicks, strict=True)]
+        if clamp:
+            weights[:images] = [w.clamp(0, 1) for w in weights[:images]]
+        state = state.with_tensors((*weights, *state.tensors()[len(weights) :]))
+        problem.free = weights
+
+
+def _uphill(problem: _Problem, gradient: list[Tensor], reach: float) -> list[Tensor]:
+    """x + reach·∇D/‖∇D‖, each image by its own norm; other variables, which all images share, by
+    the norm of all."""
+    if problem.space.boxed:
+        norms = [g.flatten(1).norm(dim=1).view(-1, *[1] * (g.ndim - 1)) for g in gradient]
+    else:
+        norms = [torch.stack([g.norm() for g in gradient]).norm()] * len(gradient)
+    return [f + reach * g / n.clamp_min(1e-30)
+            for f, g, n in zip(problem.free, gradient, norms, strict=True)]  # fmt: skip
 
 
 def _run_lbfgs(problem: _Problem, optimiser: Lbfgs) -> None:
-    """L-BFGS from the start, and again from where it stands when its line search gives up."""
+    """L-BFGS from the start, and again from where it stands when its line search gives up or the
+    distance changes."""
 
-    def objective() -> float:
-        if len(problem.history) == problem.total:
-            raise _OutOfIterations
-        return problem.evaluate(len(problem.history) / problem.total)
+    def share() -> float:
+        return len(problem.history) / problem.total
 
     while len(problem.history) < problem.total:
+        before, phase = len(problem.history), problem.distance_at(share())
+
+        def objective(phase: Distance = phase) -> float:
+            if len(problem.history) == problem.total or problem.distance_at(share()) is not phase:
+                raise _SearchEnds
+            here = problem.evaluate(share())
+            for leaf, g in zip(problem.free, here.gradient, strict=True):
+                leaf.grad = g
+            return here.objective
+
         search = torch.optim.LBFGS(
             problem.free,
             lr=optimiser.lr,
@@ -269,8 +421,8 @@ def _run_lbfgs(problem: _Problem, optimiser: Lbfgs) -> None:
             tolerance_change=0.0,
             line_search_fn="strong_wolfe",
         )
-        before = len(problem.history)
-        with suppress(_OutOfIterations):
+        with suppress(_SearchEnds):
             search.step(objective)  # type: ignore[no-untyped-call]
-        if len(problem.history) - before < 3:  # no progress possible from here
+        stuck = len(problem.history) - before < 3  # no progress possible from here
+        if stuck and problem.distance_at(share()) is phase:
             break

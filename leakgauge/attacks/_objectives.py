@@ -45,6 +45,48 @@ def cosine(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[
     return 1 - cos, guess
 
 
+def matrices(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the weights of two dimensions or more are: the layers, without biases and
+    normalisations."""
+    return [k for k, tensor in enumerate(tensors) if tensor.ndim > 1]
+
+
+def ramp(count: int, last: float) -> list[float]:
+    """Weights of `count` layers in the order of the model, evenly from 1 at the first to `last`."""
+    return [1 + (last - 1) * k / max(count - 1, 1) for k in range(count)]
+
+
+def relative_l1(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = Σ|g' − g| / Σ|g|,  v = sign(g' − g) / Σ|g|."""
+    unit = 1 / _absolute(target).clamp_min(1e-30)
+    torch._foreach_sub_(guess, list(target))
+    value = _absolute(guess) * unit
+    torch._foreach_sign_(guess)
+    torch._foreach_mul_(guess, float(unit))
+    return value, guess
+
+
+def _absolute(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of absolute values over all tensors, a double-precision scalar."""
+    return torch.stack([t.abs().sum() for t in tensors]).double().sum()
+
+
+def weighted(*terms: tuple[float, Distance]) -> Distance:
+    """D = Σ weight·D_k,  v = Σ weight·v_k."""
+
+    def distance(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        total = torch.zeros((), dtype=torch.float64, device=guess[0].device)
+        slope: list[Tensor] = []
+        for weight, term in terms:
+            value, v = term([g.clone() for g in guess], target)
+            total = total + weight * value
+            torch._foreach_mul_(v, weight)
+            slope = list(torch._foreach_add(slope, v)) if slope else v
+        return total, slope
+
+    return distance
+
+
 def by_autograd(
     function: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
 ) -> Distance:

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from leakgauge.fl.local import ready
+from leakgauge.fl.statistics import batch_statistics
+from leakgauge.types import LocalTraining, Statistics
 
 
 def total_variation(x: Tensor) -> Tensor:
     """Mean absolute difference of neighbouring pixels, across plus down."""
     return x.diff(dim=-1).abs().mean() + x.diff(dim=-2).abs().mean()
+
+
+def batch_norm(
+    model: nn.Module, training: LocalTraining, expected: Statistics
+) -> Callable[[Tensor], Tensor]:
+    """How far the images' statistics at the batch-norm layers are from those expected there, the
+    mean over the layers of ‖Δμ‖²/Σσ² + ‖Δσ²‖²/‖σ²‖²: relative, so that no layer outshouts others.
+    """
+    model = ready(model, training).requires_grad_(False)
+
+    def penalty(x: Tensor) -> Tensor:
+        found = batch_statistics(model.to(x), x, training)
+        parts = []
+        for name, pair in expected.items():
+            mean, variance = (value.to(x) for value in pair)
+            off = (found[name][0] - mean).square().sum() / variance.sum().clamp_min(1e-12)
+            wide = (found[name][1] - variance).square().sum()
+            parts.append(off + wide / variance.square().sum().clamp_min(1e-12))
+        return torch.stack(parts).mean()
+
+    return penalty

@@ -1,26 +1,33 @@
 """Search spaces: what is optimised, and how it becomes an image.
 
-A space draws its free variable and decodes it to images (N, C, H, W). Any attack can use any space.
+A space draws its free variables and decodes them to images (N, C, H, W). Any attack can use any
+space.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Start: TypeAlias = Literal["normal", "uniform", "grey"]
+SpaceName: TypeAlias = Literal["pixels", "low-resolution", "generator"]
 
 
 class Space(Protocol):
+    """`boxed`: the free variables are images themselves, which belong in [0, 1]."""
+
+    boxed: ClassVar[bool]
+
     def draw(
         self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> Tensor: ...
+    ) -> list[Tensor]: ...
 
-    def decode(self, free: Tensor, size: tuple[int, int]) -> Tensor: ...
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor: ...
 
 
 def noise(shape: tuple[int, ...], start: Start, rng: torch.Generator) -> Tensor:
@@ -35,11 +42,15 @@ def noise(shape: tuple[int, ...], start: Start, rng: torch.Generator) -> Tensor:
 class Pixels:
     """Every pixel is free."""
 
-    def draw(self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator) -> Tensor:
-        return noise(shape, start, rng)
+    boxed: ClassVar[bool] = True
 
-    def decode(self, free: Tensor, size: tuple[int, int]) -> Tensor:
-        return free
+    def draw(
+        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
+    ) -> list[Tensor]:
+        return [noise(shape, start, rng)]
+
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
+        return free[0]
 
 
 @dataclass(frozen=True)
@@ -47,19 +58,80 @@ class LowResolution:
     """Images kept at 1/`factor` of the resolution and up-sampled bicubically (curious client)."""
 
     factor: int = 4
+    boxed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.factor < 1:
             raise ValueError(f"factor must be at least 1, got {self.factor}")
 
-    def draw(self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator) -> Tensor:
+    def draw(
+        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
+    ) -> list[Tensor]:
         n, c, h, w = shape
         small = (n, c, max(1, h // self.factor), max(1, w // self.factor))
-        return noise(small, start, rng)
+        return [noise(small, start, rng)]
 
-    def decode(self, free: Tensor, size: tuple[int, int]) -> Tensor:
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
         # Bicubic interpolation overshoots: keep what the model sees inside the box.
-        return F.interpolate(free, size=size, mode="bicubic", align_corners=False).clamp(0, 1)
+        return F.interpolate(free[0], size=size, mode="bicubic", align_corners=False).clamp(0, 1)
 
 
-SPACES: dict[str, type[Space]] = {"pixels": Pixels, "low-resolution": LowResolution}
+@dataclass(frozen=True)
+class Generator:
+    """A random convolutional decoder, trained on nothing: its weights are what is searched.
+
+    Each image has a random code of `latent` numbers. A linear map makes it `width` feature maps of
+    about 4×4; each block doubles the sides (nearest neighbour) and applies a 3×3 convolution, group
+    normalisation and a leaky ReLU; a last convolution and a sigmoid give the image. Codes and
+    weights are free. Smooth images come easily out of such a network and noise does not (Ulyanov et
+    al., "Deep Image Prior", 2018), which is all the prior there is. `start` has no meaning here.
+    """
+
+    latent: int = 128
+    width: int = 64
+    boxed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.latent < 1 or self.width < 1:
+            raise ValueError(
+                f"latent and width must be at least 1, got {self.latent} and {self.width}"
+            )
+
+    def draw(
+        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
+    ) -> list[Tensor]:
+        n, c, *size = shape
+        doublings = max(0, math.ceil(math.log2(max(size) / 4)))
+
+        def normal(*shape: int, fan: int) -> Tensor:
+            return torch.randn(shape, generator=rng) / math.sqrt(fan)
+
+        w = self.width
+        small = [math.ceil(s / 2**doublings) for s in size]
+        free = [normal(n, self.latent, fan=1), normal(self.latent, w, *small, fan=self.latent)]
+        for _ in range(doublings):
+            free += [normal(w, w, 3, 3, fan=9 * w), torch.ones(w), torch.zeros(w)]
+        return [*free, normal(c, w, 3, 3, fan=9 * w), torch.zeros(c)]
+
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
+        code, first, *blocks, weight, bias = free
+        x = torch.einsum("nl,lchw->nchw", code, first)
+        for k in reversed(range(len(blocks) // 3)):
+            kernel, scale, shift = blocks[:3]
+            blocks = blocks[3:]
+            x = F.interpolate(x, size=[math.ceil(s / 2**k) for s in size], mode="nearest")
+            x = F.group_norm(F.conv2d(x, kernel, padding=1), _groups(len(scale)), scale, shift)
+            x = F.leaky_relu(x, 0.2)
+        return F.conv2d(x, weight, bias, padding=1).sigmoid()
+
+
+def _groups(channels: int) -> int:
+    """Groups of eight channels, if they divide up so."""
+    return channels // 8 if channels % 8 == 0 else 1
+
+
+SPACES: dict[SpaceName, type[Space]] = {
+    "pixels": Pixels,
+    "low-resolution": LowResolution,
+    "generator": Generator,
+}

@@ -21,7 +21,7 @@ import torch
 from leakgauge.attacks._engine import Mode
 from leakgauge.attacks._matching import OPTIMISERS, match
 from leakgauge.attacks._objectives import squared
-from leakgauge.attacks._spaces import Start
+from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -32,6 +32,7 @@ class DLG:
     restarts: int = 1
     optimiser: Literal["lbfgs", "adam"] = "lbfgs"
     start: Start = "normal"
+    space: SpaceName = "pixels"
     derivative: Mode = "auto"
 
     @property
@@ -49,6 +50,7 @@ class DLG:
             iterations=self.iterations,
             restarts=self.restarts,
             start=self.start,
+            space=SPACES[self.space](),
             box="none",
             derivative=self.derivative,
             dtype=torch.float64,

@@ -22,7 +22,7 @@ from leakgauge.attacks._engine import Mode
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._matching import OPTIMISERS, match
 from leakgauge.attacks._objectives import squared
-from leakgauge.attacks._spaces import Start
+from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -34,6 +34,7 @@ class IDLG:
     labels: LabelRule = "idlg"
     optimiser: Literal["lbfgs", "adam"] = "lbfgs"
     start: Start = "normal"
+    space: SpaceName = "pixels"
     derivative: Mode = "auto"
 
     @property
@@ -51,6 +52,7 @@ class IDLG:
             iterations=self.iterations,
             restarts=self.restarts,
             start=self.start,
+            space=SPACES[self.space](),
             box="none",
             derivative=self.derivative,
             dtype=torch.float64,

@@ -15,7 +15,6 @@ instead of 24 000 by default; images are optimised in [0, 1], before normalisati
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -24,7 +23,7 @@ from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._matching import Adam, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, Start
+from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -36,7 +35,7 @@ class InvertingGradients:
     restarts: int = 1
     labels: LabelRule = "counts"
     start: Start = "normal"
-    space: Literal["pixels", "low-resolution"] = "pixels"
+    space: SpaceName = "pixels"
     derivative: Mode = "auto"
 
     @property

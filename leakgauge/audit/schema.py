@@ -92,6 +92,7 @@ FINISHED_TRIAL = TRIAL | {
     ),
     "residual": Maybe(float),
     "history": [Maybe(float)],
+    "distances?": [Maybe(float)],
     "notes": [str],
     "facts": dict,
     "caveats": [str],
