@@ -19,6 +19,8 @@ from dataclasses import replace
 import torch
 
 from leakgauge.errors import PlanError, Withheld
+from leakgauge.fl.local import ready
+from leakgauge.fl.statistics import batch_statistics
 from leakgauge.tensors import check_like, subtract, weighted_mean
 from leakgauge.types import (
     Actor,
@@ -29,6 +31,7 @@ from leakgauge.types import (
     Observation,
     Realism,
     Round,
+    Statistics,
     ThreatModel,
 )
 
@@ -37,6 +40,7 @@ KNOWLEDGE: dict[Knowledge, str] = {
     "records": "the number of records behind the update",
     "labels": "the true labels",
     "own": "the attacking client's own records",
+    "statistics": "mean and variance of the private batch at every batch-norm layer",
 }
 
 PROTOCOL: dict[Actor, frozenset[Knowledge]] = {  # what each actor is told in any case
@@ -77,6 +81,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
         records=records if "records" in threat.grants else None,
         labels=covered(round_, threat).labels.clone() if "labels" in threat.grants else None,
         own=Batch(own.inputs.clone(), own.labels.clone()) if own is not None else None,
+        statistics=_statistics(round_, threat) if "statistics" in threat.grants else None,
     )
 
 
@@ -85,6 +90,13 @@ def _training(round_: Round, threat: ThreatModel) -> LocalTraining:
     whose batches hold a batch of every client (exact for one step, an approximation beyond)."""
     batch_size = round_.training.batch_size * len(_seen(round_, threat))
     return replace(round_.training, batch_size=batch_size)
+
+
+def _statistics(round_: Round, threat: ThreatModel) -> Statistics:
+    """Those of all covered records in one batch, at the global weights."""
+    model = ready(round_.model, round_.training)
+    with torch.no_grad():
+        return batch_statistics(model, covered(round_, threat).inputs, round_.training)
 
 
 def covered(round_: Round, threat: ThreatModel) -> Batch:
@@ -128,6 +140,6 @@ def realism(threat: ThreatModel) -> Realism:
     *realistic*: what the protocol shows this actor anyway; *informed*: more, but nothing private (a
     client that knows how many records took part); *oracle*: truths no attacker would have.
     """
-    if "labels" in threat.grants:
+    if threat.grants & {"labels", "statistics"}:
         return "oracle"
     return "informed" if threat.grants - PROTOCOL[threat.actor] - {"own"} else "realistic"

@@ -33,8 +33,9 @@ from leakgauge.types import (
 ACTORS = get_args(Actor)
 SUBSETS = [
     frozenset(s)
-    for s in chain.from_iterable(combinations(get_args(Knowledge), n) for n in range(5))
+    for s in chain.from_iterable(combinations(get_args(Knowledge), n) for n in range(6))
 ]
+TRUTHS = {"labels", "statistics"}  # grants that are part of the truth
 
 
 class Touched(Exception):
@@ -92,14 +93,14 @@ def played(model: nn.Module) -> Round:
 
 
 @pytest.mark.parametrize("actor", ["server", "aggregate"])
-@pytest.mark.parametrize("grants", [s for s in SUBSETS if "labels" not in s], ids=sorted)
+@pytest.mark.parametrize("grants", [s for s in SUBSETS if not s & TRUTHS], ids=sorted)
 def test_the_truth_is_not_touched_by_what_a_server_sees(played, actor, grants):
     sealed = replace(played, truths=(Untouchable(), Untouchable()))
     seen = observe(sealed, ThreatModel(actor, grants))
     assert seen.update
 
 
-@pytest.mark.parametrize("grants", [s for s in SUBSETS if "labels" not in s], ids=sorted)
+@pytest.mark.parametrize("grants", [s for s in SUBSETS if not s & TRUTHS], ids=sorted)
 def test_a_client_touches_its_own_records_only(played, grants):
     sealed = replace(played, truths=(Untouchable(), played.truths[1]))
     seen = observe(sealed, ThreatModel("client", grants, client=1))
@@ -169,6 +170,7 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
 def handed_over(seen: Observation) -> list[Tensor]:
     tensors = [*seen.update.values(), *seen.model.parameters(), *seen.model.buffers()]
     tensors += [seen.labels] if seen.labels is not None else []
+    tensors += [t for pair in (seen.statistics or {}).values() for t in pair]
     return tensors + ([seen.own.inputs, seen.own.labels] if seen.own else [])
 
 
@@ -185,7 +187,8 @@ def test_nothing_handed_over_leads_back(played, actor):
     played = replace(played, updates=graphs, after={n: a * leaf for n, a in played.after.items()})
     for p in played.model.parameters():
         p.grad = torch.ones_like(p)
-    seen = observe(played, ThreatModel(actor, frozenset({"labels"})))
+    seen = observe(played, ThreatModel(actor, frozenset({"labels", "statistics"})))
+    assert all(t.grad_fn is None for pair in seen.statistics.values() for t in pair)
     assert all(u.grad_fn is None and not u.requires_grad for u in seen.update.values())
     assert all(p.grad is None for p in seen.model.parameters())
     assert all(p.grad is not None for p in played.model.parameters())
@@ -281,10 +284,10 @@ def test_all_knowledge_is_described():
 
 @pytest.mark.parametrize("actor", ACTORS)
 @pytest.mark.parametrize("grants", SUBSETS, ids=sorted)
-def test_true_labels_are_oracle_help(actor, grants):
+def test_truths_are_oracle_help(actor, grants):
     tag = realism(ThreatModel(actor, grants))
     assert tag in get_args(Realism)
-    assert (tag == "oracle") == ("labels" in grants)
+    assert (tag == "oracle") == bool(grants & TRUTHS)
 
 
 def test_realism_says_what_was_given() -> None:
@@ -293,6 +296,26 @@ def test_realism_says_what_was_given() -> None:
     assert realism(ThreatModel("client", frozenset({"training"}))) == "realistic"
     assert realism(ThreatModel("client", protocol)) == "informed"
     assert realism(ThreatModel("server", protocol | {"labels"})) == "oracle"
+    assert realism(ThreatModel("server", protocol | {"statistics"})) == "oracle"
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_statistics_are_those_of_what_enters_the_batch_norm(played, actor, mode):
+    """The first batch norm follows a convolution of the normalised images, whatever its mode."""
+    training = LocalTraining(batch_norm=mode, mean=(0.1, 0.2, 0.3), std=(0.5, 0.4, 0.3))
+    threat = ThreatModel(actor, frozenset({"statistics"}), client=1)
+    before = {name: value.clone() for name, value in played.model.state_dict().items()}
+    seen = observe(replace(played, training=training), threat)
+    assert list(seen.statistics) == ["norm"]
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (training.mean, training.std))
+    entered = played.model.conv((covered(played, threat).inputs - mean) / std).detach()
+    average, variance = seen.statistics["norm"]
+    torch.testing.assert_close(average, entered.mean((0, 2, 3)))
+    torch.testing.assert_close(variance, entered.var((0, 2, 3), correction=0))
+    for model in (played.model, seen.model):  # looking at the batch moved no running statistics
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_aggregate_looks_like_one_client_with_all_batches(rng: torch.Generator) -> None:
