@@ -1,0 +1,122 @@
+"""BayesAttack — M. Balunović, D. I. Dimitrov, R. Staab, M. Vechev: "Bayesian Framework for Gradient
+Leakage", ICLR 2022, https://arxiv.org/abs/2111.04706
+
+    max_x  log p(g | x) + log p(x),   −log p(x) = α·TV(x),   x in [0, 1]
+
+The best attacker knows what the defence does to a gradient and asks how likely the observed one is
+for a candidate. Of a client that adds noise of standard deviation σ to each element,
+
+    −log p(g | x) = ‖g'(x) − g‖² / (2σ²)    Gaussian noise
+                  = √2·‖g'(x) − g‖₁ / σ     Laplace noise
+
+up to a constant. Without noise p is taken as one of directions, 1 − cos(g', g), which makes it IG.
+Of a client that prunes (`pruned`), elements that are zero in the update are unknown: they are left
+out, of g' too.
+
+α is in nats where there is noise: `tv=None` takes one for every unit of difference between
+neighbouring pixels; without noise it is IG's 1e-4.
+
+Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
+Knowing the defence is what an attacker is assumed to (Kerckhoffs); σ is an option of the attack.
+Differs from the paper: TV is the prior of images, where the paper also tries others and a generator
+trained on the data; the expectation over a ball around x is taken at its centre.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._labels import LabelRule, infer, knowledge
+from leakgauge.attacks._matching import Adam, constant, match, steps
+from leakgauge.attacks._objectives import Distance, cosine, squared
+from leakgauge.attacks._priors import total_variation
+from leakgauge.attacks._spaces import SPACES, SpaceName, Start
+from leakgauge.errors import Withheld
+from leakgauge.fl.local import minibatches
+from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+Noise: TypeAlias = Literal["gaussian", "laplace", "none"]
+
+
+@dataclass(frozen=True)
+class BayesAttack:
+    iterations: int = 500
+    lr: float = 0.1
+    noise: Noise = "none"
+    sigma: float = 0.01
+    pruned: bool = False
+    tv: float | None = None
+    restarts: int = 1
+    labels: LabelRule = "counts"
+    start: Start = "normal"
+    space: SpaceName = "pixels"
+    derivative: Mode = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma < math.inf:
+            raise ValueError(f"sigma must be positive and finite, got {self.sigma}")
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return knowledge(self.labels)
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        if seen.training is None or seen.records is None:
+            raise Withheld("the likelihood needs 'training' and 'records' in the observation")
+        # σ is that of the update; gradients are matched in units of lr·steps.
+        unit = seen.training.lr * len(minibatches(seen.records, seen.training))
+        distance = surprise(self.noise, self.sigma / unit)
+        tv = self.tv
+        if tv is None:
+            tv = 1e-4 if self.noise == "none" else float(seen.records * math.prod(seen.shape))
+        return match(
+            seen,
+            where_sent(distance) if self.pruned else distance,
+            labels=infer(seen, self.labels, rng),
+            priors=((total_variation, constant(tv)),),
+            optimiser=Adam(self.lr, steps(), signed=True),
+            iterations=self.iterations,
+            restarts=self.restarts,
+            start=self.start,
+            space=SPACES[self.space](),
+            derivative=self.derivative,
+            rng=rng,
+            resources=resources,
+        )
+
+
+def surprise(noise: Noise, sigma: float) -> Distance:
+    """−log p(g | g') up to a constant, for noise of standard deviation `sigma` in the gradient."""
+
+    def gaussian(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        value, v = squared(guess, target)
+        torch._foreach_mul_(v, 0.5 / sigma**2)
+        return value * (0.5 / sigma**2), v
+
+    def laplace(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        torch._foreach_sub_(guess, list(target))
+        value = torch.stack([g.abs().sum() for g in guess]).double().sum()
+        torch._foreach_sign_(guess)
+        torch._foreach_mul_(guess, math.sqrt(2) / sigma)
+        return value * (math.sqrt(2) / sigma), guess
+
+    chosen: dict[Noise, Distance] = {"gaussian": gaussian, "laplace": laplace, "none": cosine}
+    return chosen[noise]
+
+
+def where_sent(distance: Distance) -> Distance:
+    """The distance over the elements that are not zero in the observed gradient."""
+
+    def masked(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return distance([g.mul_(t != 0) for g, t in zip(guess, target, strict=True)], target)
+
+    return masked

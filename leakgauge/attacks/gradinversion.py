@@ -1,0 +1,200 @@
+"""GradInversion — H. Yin, A. Mallya, A. Vahdat, J. M. Alvarez, J. Kautz, P. Molchanov: "See through
+Gradients: Image Batch Recovery via GradInversion", CVPR 2021, https://arxiv.org/abs/2104.07586
+
+    min_x  ‖g'(x) − g‖²/‖g‖² + α_tv·TV(x) + α_l2·‖x‖² + α_bn·R_bn(x) + α_group·‖x − x̄‖²
+
+R_bn asks that a batch look to the batch-norm layers as the private one did. Several seeds search
+side by side in four rounds; after each, x̄ is the mean of them all, and from the second on each is
+drawn to it. The seed with the smallest gradient distance is returned. Adam with Langevin noise and
+a cosine schedule.
+
+Needs: the local training and the number of records; with `statistics="granted"` also the private
+batch's statistics at every batch-norm layer, which no honest server sees: an oracle. `"running"`
+takes the model's own running statistics in their place, which are public, and say something about
+the batch only once the model is trained. `"none"` goes without R_bn, and a note says so. Labels are
+inferred unless `labels="known"`.
+Differs from the paper: the distance and R_bn are relative, so that weights carry over from model to
+model; ‖x‖² is the mean square around grey; x̄ is taken without registering the images first, and
+each round begins with a fresh state of Adam; one seed by default. Records of one class may change
+places between seeds: x̄ then blurs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._labels import LabelRule, infer, knowledge
+from leakgauge.attacks._matching import Adam, Prior, constant, match
+from leakgauge.attacks._matching import cosine as cosine_schedule
+from leakgauge.attacks._objectives import dot, squared
+from leakgauge.attacks._priors import batch_norm, total_variation
+from leakgauge.attacks._spaces import SPACES, SpaceName, Start
+from leakgauge.errors import Withheld
+from leakgauge.fl.statistics import running_statistics
+from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+ROUNDS = 4  # the paper switches the consensus on after a quarter of the iterations
+
+
+@dataclass(frozen=True)
+class GradInversion:
+    iterations: int = 500
+    lr: float = 0.1
+    tv: float = 1e-3
+    l2: float = 1e-6
+    bn: float = 0.1
+    group: float = 0.01
+    seeds: int = 1
+    noise: float = 0.01
+    statistics: Literal["none", "running", "granted"] = "none"
+    labels: LabelRule = "counts"
+    start: Start = "normal"
+    space: SpaceName = "pixels"
+    derivative: Mode = "auto"
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.seeds > 1 and self.space != "pixels":
+            raise ValueError(
+                f"seeds agree on images: {self.seeds} of them need space = 'pixels', got "
+                f"{self.space!r}"
+            )
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        needed = knowledge(self.labels)
+        return needed | {"statistics"} if self.statistics == "granted" else needed
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        labels = infer(seen, self.labels, rng)
+        batch, notes = self._batch_norm(seen)
+        priors: tuple[Prior, ...] = (
+            *batch,
+            (total_variation, constant(self.tv)),
+            (lambda x: (x - 0.5).square().mean(), constant(self.l2)),
+        )
+
+        def search(stretch: Stretch, resources: Resources | None) -> Reconstruction:
+            first, last = stretch.first, stretch.last
+
+            def rate(done: float) -> float:
+                return cosine_schedule()((first + done * (last - first)) / self.iterations)
+
+            centre = stretch.centre
+            group: tuple[Prior, ...] = ()
+            if centre is not None:
+                group = ((lambda x: (x - centre.to(x)).square().mean(), constant(self.group)),)
+            return match(
+                seen,
+                relative,
+                labels=labels,
+                priors=(*priors, *group),
+                optimiser=Adam(self.lr, rate, noise=self.noise),
+                iterations=last - first,
+                start=self.start,
+                begin=stretch.begin,
+                space=SPACES[self.space](),
+                derivative=self.derivative,
+                rng=rng,
+                resources=resources,
+            )
+
+        if self.seeds == 1:
+            found = search(Stretch(0, self.iterations), resources)
+        else:
+            found = together(search, self.seeds, self.iterations, resources or Resources())
+        return replace(found, notes=(*notes, *found.notes))
+
+    def _batch_norm(self, seen: Observation) -> tuple[tuple[Prior, ...], tuple[str, ...]]:
+        """R_bn with its weight, or nothing and the reason."""
+        if self.statistics == "none":
+            return (), ("no batch-norm prior: statistics = 'none'",)
+        expected = running_statistics(seen.model)
+        if self.statistics == "granted":
+            if seen.statistics is None:
+                raise Withheld("statistics = 'granted', but the observation holds none")
+            expected = seen.statistics
+        if seen.training is None:
+            raise Withheld("gradient matching needs 'training' and 'records' in the observation")
+        if not expected:
+            return (), ("no batch-norm prior: the model has no batch-norm layer to compare",)
+        return ((batch_norm(seen.model, seen.training, expected), constant(self.bn)),), ()
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A seed's search from the `first` to before the `last` iteration, drawn to `centre`."""
+
+    first: int
+    last: int
+    begin: Tensor | None = None
+    centre: Tensor | None = None
+
+
+def relative(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = ‖g' − g‖²/‖g‖²,  v = 2(g' − g)/‖g‖²."""
+    scale = 1 / dot(target, target).clamp_min(1e-30)
+    value, v = squared(guess, target)
+    torch._foreach_mul_(v, float(scale))
+    return value * scale, v
+
+
+def together(
+    search: Callable[[Stretch, Resources], Reconstruction],
+    seeds: int,
+    iterations: int,
+    resources: Resources,
+) -> Reconstruction:
+    """All seeds in rounds, each round drawn to the mean of the last; the one that fits best."""
+    deadline = None if resources.seconds is None else time.monotonic() + resources.seconds
+    bounds = sorted({iterations * k // ROUNDS for k in range(ROUNDS + 1)})
+    whole, done = iterations * seeds, 0
+    guesses: list[Reconstruction] = []
+    notes: list[str] = []
+    for first, last in pairwise(bounds):
+        before, centre = guesses, None
+        if before:
+            centre = torch.stack([g.inputs for g in before]).mean(0)
+        guesses = []
+        for seed in range(seeds):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            begin = before[seed].inputs if before else None
+            inner = replace(resources, seconds=left, progress=_shifted(resources, done, whole))
+            found = search(Stretch(first, last, begin, centre), inner)
+            notes += [note for note in found.notes if note not in notes]
+            done += found.facts["iterations"]
+            if before:
+                history = before[seed].history + found.history
+                distances = before[seed].distances + found.distances
+                found = replace(found, history=history, distances=distances)
+            guesses.append(found)
+            if deadline is not None and time.monotonic() > deadline:
+                return _best([*guesses, *before[seed + 1 :]], notes, done)
+    return _best(guesses, notes, done)
+
+
+def _best(guesses: list[Reconstruction], notes: list[str], done: int) -> Reconstruction:
+    best = min(guesses, key=lambda guess: guess.residual)
+    facts = best.facts | {"iterations": done, "residuals": [g.residual for g in guesses]}
+    return replace(best, notes=tuple(notes), facts=facts)
+
+
+def _shifted(
+    resources: Resources, done: int, whole: int
+) -> Callable[[int, int, float], None] | None:
+    """Progress within one search, told as progress of them all."""
+    progress = resources.progress
+    if progress is None:
+        return None
+    return lambda here, total, objective: progress(done + here, whole, objective)
