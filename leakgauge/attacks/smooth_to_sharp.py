@@ -1,0 +1,130 @@
+"""Smooth to sharp: an attack of this project, for updates that no exact method reads.
+
+    min_x  1 − cos(g'(x), g) + Σ|g'(x) − g| / Σ|g| + α·TV(x),   x in [0, 1]
+
+1. Signed Adam in stages, each begun afresh where the last one ended: half of the iterations at
+   (`lr`, `tv`), a third at (0.15·`lr`, 0.1·`tv`), a sixth at (0.05·`lr`, 0.01·`tv`). In each the
+   learning rate falls by half a cosine. Long steps under a strong smoothness prior first: they find
+   the shapes. Then the prior lets go, and the details come.
+2. When the distance is below `basin` before the last stage, that stage is L-BFGS in float64 on
+   Σ‖g'(x) − g‖² / Σ‖g‖²: near the solution it is exact where first-order steps only approach.
+
+The relative L1 distance stands on equal footing with the cosine: its slope keeps its size where the
+cosine has become flat, and it sees the length of the gradient. The prior pays twice: with α = 0.2
+the search ended at a *smaller* distance than with less. Beginning Adam afresh matters too: its
+memory of the smooth stage's slopes would carry over into the next.
+
+Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
+Facts: `search_iterations` and `search_distance`, where the last stage began; `finish`, its kind.
+What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._labels import LabelRule, infer, knowledge
+from leakgauge.attacks._matching import Adam, Lbfgs, constant, match, shared
+from leakgauge.attacks._matching import cosine as cosine_decay
+from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
+from leakgauge.attacks._priors import total_variation
+from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
+from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+distance = weighted((1.0, cosine), (1.0, relative_l1))
+
+
+STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.15, 0.1), (1 / 6, 0.05, 0.01))
+"""Of each stage: its share of the iterations, and its factors of `lr` and of `tv`."""
+
+
+@dataclass(frozen=True)
+class SmoothToSharp:
+    """`lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
+    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on."""
+
+    iterations: int = 600
+    lr: float = 0.2
+    tv: float = 0.2
+    basin: float = 0.02
+    restarts: int = 1
+    labels: LabelRule = "counts"
+    start: Start = "normal"
+    space: SpaceName = "pixels"
+    derivative: Mode = "auto"
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return knowledge(self.labels)
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        labels = infer(seen, self.labels, rng)
+        counts = lengths(self.iterations)
+        left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
+        run: Reconstruction | None = None
+        for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
+            rest = left(run.facts["iterations"] if run else 0)
+            if run and (not count or rest.seconds == 0):
+                break
+            near = run is not None and number == len(STAGES) - 1 and run.residual < self.basin
+            stage = match(
+                seen,
+                relative_squared if near else distance,
+                labels=labels,
+                priors=() if near else ((total_variation, constant(weight * self.tv)),),
+                optimiser=Lbfgs() if near else Adam(rate * self.lr, cosine_decay(), signed=True),
+                iterations=max(count, 1),
+                restarts=1 if run else self.restarts,
+                start=self.start,
+                space=Pixels() if run else SPACES[self.space](),
+                begin=run.inputs if run else None,
+                box="none" if near else "clamp",
+                derivative=self.derivative,
+                dtype=torch.float64 if near else torch.float32,
+                rng=rng,
+                resources=rest,
+            )
+            run = _joined(run, stage, "second order" if near else "first order")
+        assert run is not None
+        return run
+
+
+def lengths(iterations: int) -> list[int]:
+    """Iterations of each stage."""
+    first = [round(share * iterations) for share, _, _ in STAGES[:-1]]
+    return [*first, iterations - sum(first)]
+
+
+def _joined(before: Reconstruction | None, stage: Reconstruction, finish: str) -> Reconstruction:
+    """A stage as the end of the run so far."""
+    if before is None:
+        return stage
+    return replace(
+        stage,
+        history=before.history + stage.history,
+        distances=before.distances + stage.distances,
+        notes=before.notes + stage.notes,
+        facts=stage.facts
+        | {
+            "iterations": before.facts["iterations"] + stage.facts["iterations"],
+            "objectives": before.facts["objectives"],
+            "search_iterations": before.facts["iterations"],
+            "search_distance": before.residual,
+            "finish": finish,
+        },
+    )
+
+
+def relative_squared(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = Σ‖g' − g‖² / Σ‖g‖²: of order 1, as L-BFGS likes its first step."""
+    unit = 1 / dot(target, target).clamp_min(1e-30)
+    value, v = squared(guess, target)
+    torch._foreach_mul_(v, float(unit))
+    return value * unit, v

@@ -1,0 +1,178 @@
+"""Smooth to sharp: its stages, the choice of the finish, and what each of them is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from leakgauge import metrics, models
+from leakgauge.attacks import smooth_to_sharp
+from leakgauge.attacks._matching import Adam, Lbfgs
+from leakgauge.attacks._objectives import squared
+from leakgauge.attacks.smooth_to_sharp import SmoothToSharp, distance, lengths, relative_squared
+from leakgauge.data.digits import digits
+from leakgauge.fl.local import train
+from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def observed(seed: int = 1) -> tuple[Observation, Batch]:
+    """A digit on the sigmoid LeNet of the DLG paper: an easy case, with one solution."""
+    model = models.make(
+        "lenet-zhu", shape=(1, 8, 8), classes=10, init="wide-uniform", rng=seeded(seed)
+    )
+    data = digits()
+    truth = Batch(data.inputs[seed : seed + 1], data.labels[seed : seed + 1])
+    training = LocalTraining()
+    update = train(model, truth, training, seeded()).update
+    return Observation(model, update, (1, 8, 8), 10, training=training, records=1), truth
+
+
+# ---------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 7, 60, 601])
+def test_stages_share_all_iterations(iterations: int) -> None:
+    counts = lengths(iterations)
+    assert sum(counts) == iterations
+    assert all(count >= 0 for count in counts)
+    assert lengths(60) == [30, 20, 10]
+
+
+def test_relative_squared_is_squared_in_units_of_the_target() -> None:
+    guess, target = ([torch.randn(3, 2, generator=seeded(s)).double()] for s in (1, 2))
+    value, v = relative_squared([guess[0].clone()], target)
+    plain, slope = squared([guess[0].clone()], target)
+    norm = target[0].square().sum()
+    assert torch.allclose(value, plain / norm)
+    assert torch.allclose(v[0], slope[0] / norm)
+    assert float(relative_squared([torch.zeros(3, 2).double()], target)[0]) == pytest.approx(1)
+
+
+def test_distance_is_cosine_plus_relative_l1() -> None:
+    target = [torch.tensor([3.0, 4.0]).double()]
+    value, _ = distance([torch.tensor([4.0, 3.0]).double()], target)
+    assert float(value) == pytest.approx(1 - 24 / 25 + 2 / 7)
+
+
+# ---------------------------------------------------------------- the two parts of a run
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, Any]]]:
+    """Puts a recorder in place of the loop: the search "ends" at the distance given."""
+
+    def install(residual: float) -> list[dict[str, Any]]:
+        kept: list[dict[str, Any]] = []
+
+        def recorder(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
+            kept.append({"distance": distance, **options})
+            n = options["iterations"]
+            images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
+            facts = {"iterations": n, "objectives": [1.0 * len(kept)], "derivative": "none"}
+            return Reconstruction(
+                images, options["labels"], residual / len(kept), (2.0,) * n, (1.0,) * n,
+                (f"note {len(kept)}",), facts,
+            )  # fmt: skip
+
+        monkeypatch.setattr(smooth_to_sharp, "match", recorder)
+        return kept
+
+    return install
+
+
+def run(attack: SmoothToSharp, **resources: Any) -> Reconstruction:
+    return attack.reconstruct(observed()[0], seeded(), Resources(**resources))
+
+
+def test_stages_go_from_long_smooth_steps_to_short_sharp_ones(calls: Any) -> None:
+    kept = calls(1.0)
+    guess = run(SmoothToSharp(iterations=60, lr=0.4, tv=0.5, restarts=3))
+    assert [one["iterations"] for one in kept] == [30, 20, 10]
+    assert [one["restarts"] for one in kept] == [3, 1, 1]
+    assert all(one["distance"] is distance and one["optimiser"].signed for one in kept)
+    assert [one["optimiser"].lr for one in kept] == pytest.approx([0.4, 0.06, 0.02])
+    weights = [prior[0][1](0.5) for prior in (one["priors"] for one in kept)]
+    assert weights == pytest.approx([0.5, 0.05, 0.005])
+    assert kept[0]["begin"] is None  # and then each begins where the last one ended
+    assert [float(one["begin"].mean()) for one in kept[1:]] == pytest.approx([0.1, 0.2])
+    assert guess.facts["finish"] == "first order"
+
+
+def test_near_the_solution_the_last_stage_is_second_order(calls: Any) -> None:
+    kept = calls(0.199)  # the recorder's second stage ends at half of it
+    guess = run(SmoothToSharp(iterations=60, basin=0.1))
+    finish = kept[2]
+    assert isinstance(finish["optimiser"], Lbfgs)
+    assert finish["distance"] is relative_squared
+    assert finish["dtype"] == torch.float64
+    assert finish["priors"] == ()
+    assert float(finish["begin"].mean()) == pytest.approx(0.2)
+    assert float(guess.inputs.mean()) == pytest.approx(0.3)
+    assert guess.facts["finish"] == "second order"
+
+
+def test_far_from_it_the_last_stage_is_first_order(calls: Any) -> None:
+    kept = calls(0.201)
+    run(SmoothToSharp(iterations=60, basin=0.1))
+    assert isinstance(kept[2]["optimiser"], Adam)
+
+
+def test_a_run_tells_of_all_stages(calls: Any) -> None:
+    calls(0.6)
+    guess = run(SmoothToSharp(iterations=60))
+    assert len(guess.history) == len(guess.distances) == guess.facts["iterations"] == 60
+    assert guess.notes == ("note 1", "note 2", "note 3")
+    assert guess.facts["search_iterations"] == 50
+    assert guess.facts["search_distance"] == pytest.approx(0.3)
+    assert guess.residual == pytest.approx(0.2)
+
+
+def test_without_time_the_first_stage_is_the_result(calls: Any) -> None:
+    kept = calls(0.01)
+    guess = run(SmoothToSharp(iterations=20), seconds=0.0)
+    assert len(kept) == 1
+    assert guess.notes == ("note 1",)
+
+
+# ---------------------------------------------------------------- on real updates
+
+
+def test_the_finish_is_what_makes_it_exact() -> None:
+    seen, truth = observed()
+    attack = SmoothToSharp(iterations=300, basin=1.0)
+    sharp = attack.reconstruct(seen, seeded())
+    plain = dataclasses.replace(attack, basin=0.0).reconstruct(seen, seeded())
+    scores = [float(metrics.psnr(g.inputs, truth.inputs)) for g in (plain, sharp)]
+    assert sharp.facts["search_distance"] == plain.facts["search_distance"]
+    assert scores[1] > max(75, scores[0] + 3)
+    assert sharp.residual < 1e-9 < plain.residual
+
+
+def test_progress_counts_over_all_stages() -> None:
+    seen, _ = observed()
+    told: list[tuple[int, int]] = []
+    SmoothToSharp(iterations=20).reconstruct(
+        seen, seeded(), Resources(progress=lambda done, total, _: told.append((done, total)))
+    )
+    assert told == [(k, 20) for k in range(1, 21)]
+
+
+def test_it_takes_models_without_a_linear_head_when_labels_are_known() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1))
+    truth = Batch(digits().inputs[:1], digits().labels[:1])
+    training = LocalTraining()
+    update = train(model, truth, training, seeded()).update
+    seen = Observation(
+        model, update, (1, 8, 8), 10, training=training, records=1, labels=truth.labels
+    )
+    guess = SmoothToSharp(iterations=6, labels="known").reconstruct(seen, seeded())
+    assert torch.equal(guess.labels, truth.labels)  # type: ignore[arg-type]
