@@ -8,16 +8,24 @@ import json
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from leakgauge import metrics, models
-from leakgauge.attacks import ATTACKS, DLG, IDLG, Analytic, InvertingGradients
+from leakgauge.attacks import (
+    ATTACKS,
+    DLG,
+    IDLG,
+    Analytic,
+    ExactRecursion,
+    InvertingGradients,
+    SmoothToSharp,
+)
 from leakgauge.attacks._layers import first_linear, last_linear
-from leakgauge.attacks._spaces import LowResolution
+from leakgauge.attacks._spaces import SPACES, SpaceName
 from leakgauge.attacks.analytic import decay, grouped, unexplained
 from leakgauge.data.digits import digits as load_digits
 from leakgauge.errors import NotApplicable, Withheld
@@ -117,6 +125,7 @@ def same(left: Reconstruction, right: Reconstruction) -> bool:
             labels,
             guess.residual,
             guess.history,
+            guess.distances,
             guess.notes,
             guess.facts,
         )
@@ -138,7 +147,10 @@ def test_same_seed_same_bytes_whatever_the_global_generator_holds(name: str) -> 
     assert same(*guesses)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "analytic"])
+CLOSED = {"analytic", "exact-recursion"}  # linear algebra down to the image: nothing is drawn
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in CLOSED])
 def test_another_seed_starts_elsewhere(name: str) -> None:
     attack = quick(name)
     seen = observe(played(tiny()), exactly(attack))
@@ -167,7 +179,7 @@ def test_runs_with_everything_withheld_that_it_does_not_declare(name: str) -> No
     attack = quick(name)
     threat = exactly(attack)
     seen = observe(played(tiny()), threat)
-    for item in ("training", "records", "labels", "own"):
+    for item in get_args(Knowledge):
         assert (getattr(seen, item) is not None) == (item in attack.needs)
     check(name, attack, threat)
     guess = attack.reconstruct(seen, seeded())
@@ -282,11 +294,71 @@ def exact_inverting_gradients() -> None:
     assert reidentified(guess.inputs, torch.tensor([0]), gallery).tolist() == [1]
 
 
+def recognises(attack: Attack) -> None:
+    """A digit as good as to the eye, with its label, from noise."""
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
+    guess, truth = attacked(attack, round_)
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED
+    assert guess.labels is not None
+    assert guess.labels.tolist() == truth.labels.tolist()
+
+
+def exact_coarse_to_fine() -> None:
+    """What the fine stage is for: beyond recognition to the last digit."""
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
+    scores = []
+    for options in ({"iterations": 75, "coarse": 1.0}, {"iterations": 150}):
+        guess, truth = attacked(quick("coarse-to-fine", tv=0.0, **options), round_)
+        scores.append(float(metrics.psnr(guess.inputs, truth.inputs)))
+    coarse, fine = scores
+    assert coarse > RECOGNISED
+    assert fine > coarse + 20
+
+
+def exact_exact_recursion() -> None:
+    """A batch of four: every digit, each with its own label."""
+    training = LocalTraining(batch_size=4, batch_norm="eval")
+    guess, truth = attacked(ExactRecursion(), played(network("mlp", hidden=(64,)), training))
+    order = metrics.assign.optimal(guess.inputs, truth.inputs)
+    assert float(metrics.psnr(guess.inputs[order], truth.inputs).min()) > 80
+    assert guess.labels is not None
+    assert guess.labels[order].tolist() == truth.labels.tolist()
+    assert guess.residual < 1e-4
+
+
+def exact_fedavg_epochs() -> None:
+    """Two epochs, searched apart, agree on the digit."""
+    training = LocalTraining(lr=0.05, epochs=2, order="shuffled")
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), training, seed=1, records=1)
+    guess, truth = attacked(quick("fedavg-epochs", iterations=60), round_)
+    assert guess.facts["epochs"] == 2
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED + 5
+
+
+def exact_smooth_to_sharp() -> None:
+    """The finish reaches the solution to the digits of the float32 update."""
+    round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
+    guess, truth = attacked(SmoothToSharp(iterations=300, basin=1.0), round_)
+    assert guess.facts["finish"] == "second order"
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > 75
+    assert guess.residual < 1e-9
+
+
 EXACT: dict[str, Callable[[], None]] = {
+    "agic": lambda: recognises(quick("agic", iterations=100)),
+    "bayes": lambda: recognises(quick("bayes", iterations=100, noise="gaussian")),
+    "gradinversion": lambda: recognises(quick("gradinversion", iterations=100)),
+    "hfgradinv": lambda: recognises(quick("hfgradinv", iterations=100)),
+    "sapag": lambda: recognises(quick("sapag", iterations=100)),
     "analytic": exact_analytic,
+    "coarse-to-fine": exact_coarse_to_fine,
     "dlg": exact_dlg,
+    "exact-recursion": exact_exact_recursion,
+    "fedavg-epochs": exact_fedavg_epochs,
+    "fedleak": lambda: recognises(quick("fedleak", iterations=100)),
     "idlg": exact_idlg,
     "inverting-gradients": exact_inverting_gradients,
+    "smooth-to-sharp": exact_smooth_to_sharp,
 }
 
 
@@ -433,12 +505,13 @@ def test_inverting_gradients_unrolls_several_local_steps() -> None:
     assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED
 
 
-def test_inverting_gradients_searches_the_space_it_is_told_to() -> None:
-    attack = InvertingGradients(iterations=1, labels="known", space="low-resolution")
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients"])
+def test_the_space_searched_is_the_one_told(name: str, space: SpaceName) -> None:
+    attack = quick(name, iterations=1, labels="known", space=space)
     guess, _ = attacked(attack, played(tiny()), seed=5)  # one iteration: the start itself
-    space = LowResolution()
-    free = space.draw((1, *SHAPE), "normal", seeded(5))
-    assert torch.equal(guess.inputs, space.decode(free, SHAPE[1:]))
+    free = SPACES[space]().draw((1, *SHAPE), "normal", seeded(5))
+    assert torch.allclose(guess.inputs, SPACES[space]().decode(free, SHAPE[1:]), atol=1e-6)
 
 
 def test_total_variation_smooths_the_guess_of_inverting_gradients() -> None:

@@ -1,17 +1,55 @@
 """Attacks by what they see: one file a paper. Names with a leading underscore are shared parts."""
 
 from leakgauge.attacks._labels import RULES as LABEL_RULES
+from leakgauge.attacks.agic import AGIC
 from leakgauge.attacks.analytic import Analytic
+from leakgauge.attacks.bayes import BayesAttack
+from leakgauge.attacks.coarse_to_fine import CoarseToFine
 from leakgauge.attacks.dlg import DLG
+from leakgauge.attacks.exact_recursion import ExactRecursion, separable
+from leakgauge.attacks.fedavg import FedAvgEpochs
+from leakgauge.attacks.fedleak import FedLeak
+from leakgauge.attacks.gradinversion import GradInversion
+from leakgauge.attacks.hfgradinv import HFGradInv
 from leakgauge.attacks.idlg import IDLG
 from leakgauge.attacks.inverting_gradients import InvertingGradients
+from leakgauge.attacks.sapag import SAPAG
+from leakgauge.attacks.smooth_to_sharp import SmoothToSharp
 from leakgauge.types import Attack
 
 ATTACKS: dict[str, type[Attack]] = {
+    "agic": AGIC,
     "analytic": Analytic,
+    "bayes": BayesAttack,
+    "coarse-to-fine": CoarseToFine,
     "dlg": DLG,
+    "exact-recursion": ExactRecursion,
+    "fedavg-epochs": FedAvgEpochs,
+    "fedleak": FedLeak,
+    "gradinversion": GradInversion,
+    "hfgradinv": HFGradInv,
     "idlg": IDLG,
     "inverting-gradients": InvertingGradients,
+    "sapag": SAPAG,
+    "smooth-to-sharp": SmoothToSharp,
 }
 
-__all__ = ["ATTACKS", "DLG", "IDLG", "LABEL_RULES", "Analytic", "InvertingGradients"]
+__all__ = [
+    "AGIC",
+    "ATTACKS",
+    "DLG",
+    "IDLG",
+    "LABEL_RULES",
+    "SAPAG",
+    "Analytic",
+    "BayesAttack",
+    "CoarseToFine",
+    "ExactRecursion",
+    "FedAvgEpochs",
+    "FedLeak",
+    "GradInversion",
+    "HFGradInv",
+    "InvertingGradients",
+    "SmoothToSharp",
+    "separable",
+]

@@ -122,6 +122,30 @@ PAPERS = [
         ),
     ),
     Reference(
+        "zhu2025",
+        "misc",
+        "Zhu, Kaiming and Yang, Jinsheng and Guo, Siyang and Qin, Huaqian and Wang, Taiyu "
+        "and Wang, Junbo and Nan, Yuhong and Zheng, Zibin",
+        "Cracking Federated Privacy: Initialization-Resilient Gradient Inversion with "
+        "Fine-Grained Reconstruction",
+        2025,
+        (
+            ("howpublished", "Sun Yat-sen University; code on Zenodo"),
+            ("doi", "10.5281/zenodo.17979356"),
+        ),
+    ),
+    Reference(
+        "dimitrov2022",
+        "article",
+        "Dimitrov, Dimitar I. and Balunović, Mislav and Konstantinov, Nikola and Vechev, Martin",
+        "Data Leakage in Federated Averaging",
+        2022,
+        (
+            ("journal", "Transactions on Machine Learning Research"),
+            ("url", "https://openreview.net/forum?id=e7A0B99zJf"),
+        ),
+    ),
+    Reference(
         "ma2023",
         "inproceedings",
         "Ma, Kailang and Sun, Yu and Cui, Jian and Li, Dawei and Guan, Zhenyu and Liu, Jianwei",
@@ -203,6 +227,76 @@ PAPERS = [
             ("url", "https://proceedings.mlr.press/v54/mcmahan17a.html"),
         ),
     ),
+    Reference(
+        "wang2020",
+        "misc",
+        "Wang, Yijue and Deng, Jieren and Guo, Dan and Wang, Chenghong and Meng, Xianrui "
+        "and Liu, Hang and Ding, Caiwen and Rajasekaran, Sanguthevar",
+        "{SAPAG}: A Self-Adaptive Privacy Attack From Gradients",
+        2020,
+        (
+            ("howpublished", "arXiv:2009.06228"),
+            ("url", "https://arxiv.org/abs/2009.06228"),
+        ),
+    ),
+    Reference(
+        "xu2022",
+        "inproceedings",
+        "Xu, Jin and Hong, Chi and Huang, Jiyue and Chen, Lydia Y. and Decouchant, Jérémie",
+        "{AGIC}: Approximate Gradient Inversion Attack on Federated Learning",
+        2022,
+        (
+            ("booktitle", "41st International Symposium on Reliable Distributed Systems"),
+            ("pages", "12--22"),
+            ("url", "https://arxiv.org/abs/2204.13784"),
+        ),
+    ),
+    Reference(
+        "ye2024",
+        "inproceedings",
+        "Ye, Zipeng and Luo, Wenjian and Zhou, Qi and Tang, Yubo",
+        "High-Fidelity Gradient Inversion in Distributed Learning",
+        2024,
+        (
+            ("booktitle", "38th AAAI Conference on Artificial Intelligence"),
+            ("pages", "19983--19991"),
+            ("doi", "10.1609/aaai.v38i18.29975"),
+        ),
+    ),
+    Reference(
+        "balunovic2022",
+        "inproceedings",
+        "Balunović, Mislav and Dimitrov, Dimitar I. and Staab, Robin and Vechev, Martin",
+        "{Bayesian} Framework for Gradient Leakage",
+        2022,
+        (
+            ("booktitle", "International Conference on Learning Representations"),
+            ("url", "https://arxiv.org/abs/2111.04706"),
+        ),
+    ),
+    Reference(
+        "zhu2021",
+        "inproceedings",
+        "Zhu, Junyi and Blaschko, Matthew B.",
+        "{R-GAP}: Recursive Gradient Attack on Privacy",
+        2021,
+        (
+            ("booktitle", "International Conference on Learning Representations"),
+            ("url", "https://arxiv.org/abs/2010.07733"),
+        ),
+    ),
+    Reference(
+        "dimitrov2024",
+        "inproceedings",
+        "Dimitrov, Dimitar I. and Baader, Maximilian and Müller, Mark Niklas and Vechev, Martin",
+        "{SPEAR}: Exact Gradient Inversion of Batches in Federated Learning",
+        2024,
+        (
+            ("booktitle", "Advances in Neural Information Processing Systems"),
+            ("volume", "37"),
+            ("url", "https://arxiv.org/abs/2403.03945"),
+        ),
+    ),
 ]
 
 METHODS: dict[str, tuple[str, ...]] = {
@@ -210,9 +304,18 @@ METHODS: dict[str, tuple[str, ...]] = {
     "risk": ("fan2025",),
     # attacks; a label rule of the same name has the same paper
     "analytic": ("phong2018",),
+    "coarse-to-fine": ("zhu2025",),
     "dlg": ("zhu2019",),
+    "exact-recursion": ("zhu2021", "dimitrov2024"),  # our own, on the ground of both
+    "fedavg-epochs": ("dimitrov2022",),
     "idlg": ("zhao2020",),
     "inverting-gradients": ("geiping2020",),
+    "agic": ("xu2022",),
+    "bayes": ("balunovic2022",),
+    "gradinversion": ("yin2021",),
+    "hfgradinv": ("ye2024",),
+    "sapag": ("wang2020",),
+    "smooth-to-sharp": ("geiping2020",),  # our own, on the ground of this one
     # label rules
     "yin": ("yin2021",),
     "fedleak": ("fan2025",),
@@ -225,7 +328,19 @@ METHODS: dict[str, tuple[str, ...]] = {
     "lpips": ("zhang2018",),
 }
 
-LABEL_RULE = {"inverting-gradients": "counts", "idlg": "idlg"}
+LABEL_RULE = {
+    "agic": "counts",
+    "bayes": "counts",
+    "coarse-to-fine": "counts",
+    "fedavg-epochs": "counts",
+    "fedleak": "counts",
+    "gradinversion": "counts",
+    "hfgradinv": "counts",
+    "idlg": "idlg",
+    "inverting-gradients": "counts",
+    "sapag": "counts",
+    "smooth-to-sharp": "counts",
+}
 """The label rule of an attack whose table in the plan names none."""
 
 

@@ -1,0 +1,227 @@
+"""A network as a graph of affine pieces between non-linearities, derived by torch.fx.
+
+In eval mode a ReLU network is affine wherever it is not a ReLU: convolutions, linear layers, batch
+norms with fixed statistics, sums, average pools. `Trace` names these pieces and evaluates any of
+them from chosen values of the non-linear nodes, in double precision.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from leakgauge.errors import NotApplicable
+
+Kind: TypeAlias = Literal["input", "layer", "affine", "relu", "smooth", "other"]
+
+AFFINE_MODULES = (
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout2d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.Flatten,
+    nn.ZeroPad2d,
+)
+AFFINE_FUNCTIONS = {
+    operator.add: operator.add,
+    operator.iadd: operator.add,  # in place it would spoil the value of another node
+    torch.add: torch.add,
+    torch.flatten: torch.flatten,
+    torch.mean: torch.mean,
+    torch.cat: torch.cat,
+    F.avg_pool2d: F.avg_pool2d,
+    F.adaptive_avg_pool2d: F.adaptive_avg_pool2d,
+}
+AFFINE_METHODS = ("flatten", "view", "reshape", "mean", "add", "contiguous")
+PLAIN = ("size", "dim")  # methods whose value is no tensor of the data
+SMOOTH: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    nn.Sigmoid: (torch.logit, lambda a: a * (1 - a)),
+    nn.Tanh: (torch.atanh, lambda a: 1 - a * a),
+}
+"""Activations that can be undone: what entered and the slope there, from what left."""
+RELUS = (torch.relu, torch.relu_, F.relu, F.relu_)
+
+
+class Trace:
+    """The graph of a model in eval mode. Values are double; the model itself is left alone."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
+        try:
+            traced = fx.symbolic_trace(copy.deepcopy(model).eval())
+        except Exception as error:  # whatever tracing meets in the user's code
+            raise NotApplicable(
+                "the exact recursion follows the model's graph, and torch.fx cannot trace this "
+                f"model ({type(error).__name__}: {error})"
+            ) from error
+        self.module = traced.double().cpu().requires_grad_(False)
+        self.nodes = list(traced.graph.nodes)
+        self.kind = {node: self._kind(node) for node in self.nodes}
+        self.input = next(node for node in self.nodes if node.op == "placeholder")
+        self.output: fx.Node = next(n for n in self.nodes if n.op == "output").args[0]
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.nodes:
+            below = (self.sources[n] for n in node.all_input_nodes)
+            self.sources[node] = frozenset({node}) if self.bent(node) else frozenset().union(*below)
+        blank = torch.zeros(1, *shape, dtype=torch.float64)
+        self.shape = {
+            node: value.shape[1:]
+            for node, value in self.forward(blank, self.nodes).items()
+            if isinstance(value, Tensor) and value.dim() > 1
+        }
+
+    def _kind(self, node: fx.Node) -> Kind:
+        if node.op == "placeholder":
+            return "input"
+        if node.op == "call_module":
+            module = self.module.get_submodule(str(node.target))
+            if isinstance(module, nn.Conv2d):
+                plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+                return "layer" if plain else "other"
+            if isinstance(module, nn.Linear):
+                return "layer"
+            if isinstance(module, nn.ReLU):
+                return "relu"
+            if type(module) in SMOOTH:
+                return "smooth"
+            return "affine" if isinstance(module, AFFINE_MODULES) else "other"
+        if node.op == "call_function":
+            if node.target in RELUS:
+                return "relu"
+            return "affine" if node.target in AFFINE_FUNCTIONS else "other"
+        if node.op == "call_method":
+            if node.target in ("relu", "relu_"):
+                return "relu"
+            return "affine" if node.target in (*AFFINE_METHODS, *PLAIN) else "other"
+        return "affine"  # the output, and constants of the model
+
+    def bent(self, node: fx.Node) -> bool:
+        """Whether a value of this node is not an affine function of others."""
+        return self.kind[node] in ("input", "relu", "smooth", "other")
+
+    def depth(self, node: fx.Node) -> int:
+        """How many non-linear nodes come before one, the image included."""
+        return sum(self.bent(n) for n in self.nodes[: self.nodes.index(node)])
+
+    def layer(self, node: fx.Node) -> nn.Conv2d | nn.Linear:
+        found = self.module.get_submodule(str(node.target))
+        assert isinstance(found, nn.Conv2d | nn.Linear)
+        return found
+
+    def layers(self) -> list[fx.Node]:
+        return [node for node in self.nodes if self.kind[node] == "layer"]
+
+    def entered(self, node: fx.Node, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What entered an activation, from what left it, and where that is known (0 or 1)."""
+        if self.kind[node] == "relu":
+            return value, (value > 0).to(value)
+        undo, _ = SMOOTH[type(self.module.get_submodule(str(node.target)))]
+        return undo(value), torch.ones_like(value)
+
+    def slope(self, node: fx.Node, value: Tensor) -> Tensor:
+        """The slope of an activation, from what left it."""
+        if self.kind[node] == "relu":
+            return (value > 0).to(value)
+        _, slope = SMOOTH[type(self.module.get_submodule(str(node.target)))]
+        return slope(value)
+
+    def only_reshaped(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether a node holds the very values of another, in whatever shape."""
+        while node is not source:
+            if self._module(node, nn.Flatten, nn.Identity, nn.Dropout) or node.target in (
+                torch.flatten,
+                "flatten",
+                "view",
+                "reshape",
+            ):
+                node = node.all_input_nodes[0]
+            else:
+                return False
+        return True
+
+    def rectified(self, node: fx.Node) -> bool:
+        """Whether a node's values are those of a ReLU, or the largest of some."""
+        while self._module(node, nn.MaxPool2d) or node.target is F.max_pool2d:
+            node = node.all_input_nodes[0]
+        return self.kind[node] == "relu"
+
+    def channelwise(self, node: fx.Node) -> bool:
+        """Whether a node passes each entry on by itself: batch norm, sum, identity."""
+        sums = (operator.add, operator.iadd, torch.add, "add")
+        modules = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Identity, nn.Dropout)
+        return node.target in sums or self._module(node, *modules)
+
+    def activation_above(self, layer: fx.Node) -> fx.Node | None:
+        """The activation that a layer's output enters entry by entry."""
+        node = layer
+        while len(node.users) == 1:
+            (user,) = node.users
+            if self.kind[user] in ("relu", "smooth"):
+                return user
+            if not self.channelwise(user):
+                return None
+            node = user
+        return None
+
+    def all_paths_meet(self, node: fx.Node) -> bool:
+        """Whether everything from the image to the logits passes through this node."""
+        seen, left = {self.input}, [self.input]
+        while left:
+            for user in left.pop().users:
+                if user is not node and user not in seen:
+                    seen.add(user)
+                    left.append(user)
+        return not any(n.op == "output" for n in seen) or node.op == "output"
+
+    def _module(self, node: fx.Node, *kinds: type[nn.Module]) -> bool:
+        return node.op == "call_module" and isinstance(
+            self.module.get_submodule(str(node.target)), kinds
+        )
+
+    def apply(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """The value of a node from those of its inputs."""
+        args: Any
+        kwargs: Any
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+        if self.kind[node] == "relu":
+            return torch.relu(args[0])
+        if node.op == "call_module":
+            return self.module.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_function":
+            function: Any = node.target
+            return AFFINE_FUNCTIONS.get(function, function)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(self.module)
+        return args[0]  # the output
+
+    def affine(
+        self, wanted: fx.Node, values: Mapping[fx.Node, Tensor], memo: dict[fx.Node, Any]
+    ) -> Any:
+        """The value of a node by affine pieces from `values`, which hold its sources."""
+        if wanted in values:
+            return values[wanted]
+        if wanted not in memo:
+            below = {n: self.affine(n, values, memo) for n in wanted.all_input_nodes}
+            memo[wanted] = self.apply(wanted, below)
+        return memo[wanted]
+
+    def forward(self, images: Tensor, wanted: list[fx.Node]) -> dict[fx.Node, Any]:
+        """The values of these nodes for these (normalised) images."""
+        values: dict[fx.Node, Any] = {}
+        missing = set(wanted)
+        for node in self.nodes:
+            values[node] = images if node is self.input else self.apply(node, values)
+            missing.discard(node)
+            if not missing:
+                break
+        return {node: values[node] for node in wanted}

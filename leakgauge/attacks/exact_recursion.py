@@ -1,0 +1,205 @@
+"""Exact separation and recursion: images by linear algebra, record by record (our own).
+
+It joins the recursion of R-GAP (J. Zhu, M. Blaschko, ICLR 2021, https://arxiv.org/abs/2010.07733)
+and the low rank and ReLU sparsity of SPEAR (D. I. Dimitrov et al., NeurIPS 2024,
+https://arxiv.org/abs/2403.03945) with the overlap of convolution windows:
+
+1. *Separate* (`_separation`). The gradient of one layer behind a ReLU gives every record's
+   activations there, and with them every record's error signal, scale and label.
+2. *Peel* (`_peeling`). Below, layer after layer is linear: least squares for the whole batch.
+3. *Finish*. Each image alone, from the lowest activations a_k known of it:
+   min_x Σ_k ‖f_k(x) − a_k‖²/‖a_k‖², unless the peeling reached the image itself.
+
+Needs: the local training (one step of SGD, batch norm in eval mode or none) and the number of
+records. No labels, no statistics, no prior on images. It says in words where it cannot apply.
+All is double precision on the CPU. The residual is the relative distance of the found batch's
+gradient from the observed one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from leakgauge.attacks._peeling import FOUND, Peeled, invert, peel
+from leakgauge.attacks._separation import Separated, separate
+from leakgauge.attacks._trace import Trace
+from leakgauge.errors import InputError, NotApplicable, Withheld
+from leakgauge.fl.local import decay, loss, minibatches, ready
+from leakgauge.tensors import parameters
+from leakgauge.types import (
+    Knowledge,
+    LocalTraining,
+    Named,
+    Observation,
+    Reconstruction,
+    Resources,
+)
+
+
+@dataclass(frozen=True)
+class ExactRecursion:
+    evaluations: int = 400  # of the finish, an image
+    restarts: int = 2  # of the finish, while an image does not meet its activations
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+
+    def __post_init__(self) -> None:
+        if self.evaluations < 1 or self.restarts < 1:
+            raise InputError(
+                "exact-recursion needs evaluations and restarts of at least 1, got "
+                f"{self.evaluations} and {self.restarts}"
+            )
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        resources = resources or Resources()
+        gradient = gradient_of(seen)
+        assert seen.training is not None
+        assert seen.records is not None
+        trace = Trace(seen.model, seen.shape)
+        begun = separate(trace, gradient, seen.records, rng)
+        watch = _Watch(resources, total=trace.depth(begun.source) + seen.records)
+        watch(begun.misfit)
+        done = peel(trace, gradient, begun, watch)
+        images, misfits = self._finish(trace, done, seen.records, rng, watch)
+        inputs = _unnormalised(images, seen.training).clamp(0, 1)
+        met = sum(misfit < FOUND for misfit in misfits)
+        notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
+        if met < seen.records:
+            notes.append(f"{met} of {seen.records} images meet the activations known of them")
+        return Reconstruction(
+            inputs=inputs.float(),
+            labels=begun.labels,
+            residual=_distance(seen, gradient, inputs, begun.labels),
+            notes=tuple(notes + watch.notes),
+            facts={
+                "separated_at": str(begun.layer.target),
+                "separation_misfit": begun.misfit,
+                "peeled_to": done.lowest.name,
+                "peeled": len(done.known),
+                "images_met": met,
+                "misfits": misfits,
+            },
+        )
+
+    def _finish(
+        self,
+        trace: Trace,
+        done: Peeled,
+        records: int,
+        rng: torch.Generator,
+        watch: _Watch,
+    ) -> tuple[Tensor, list[float]]:
+        """Normalised images, and how far each misses the activations known of it."""
+        if trace.input in done.known:
+            return done.known[trace.input], [0.0] * records
+        images, misfits = [], []
+        for n in range(records):
+            value = done.known[done.lowest][n : n + 1]
+            tries: list[tuple[float, Tensor]] = []
+            while not tries or (
+                len(tries) < self.restarts and min(t[0] for t in tries) > FOUND and watch.open()
+            ):
+                image, misfit = invert(trace, done.lowest, value, rng, self.evaluations, watch.open)
+                tries.append((misfit, image))
+            misfit, image = min(tries, key=lambda one: one[0])
+            images.append(image)
+            misfits.append(misfit)
+            watch(misfit)
+        return torch.cat(images), misfits
+
+
+class _Watch:
+    """Progress and time of one reconstruction."""
+
+    def __init__(self, resources: Resources, total: int):
+        self._resources, self._total, self._done = resources, total, 0
+        self._began = time.monotonic()
+        self.notes: list[str] = []
+
+    def __call__(self, misfit: float) -> None:
+        self._done += 1
+        if self._resources.progress:
+            self._resources.progress(min(self._done, self._total), self._total, misfit)
+
+    def open(self) -> bool:
+        seconds = self._resources.seconds
+        if seconds is None or time.monotonic() - self._began < seconds:
+            return True
+        self.notes = [f"stopped by the time budget of {seconds:g} s"]
+        return False
+
+
+def separable(seen: Observation, rng: torch.Generator) -> Separated:
+    """A client's check before sending: what a server could read of each record in this update,
+    without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
+    in this way."""
+    gradient = gradient_of(seen)
+    assert seen.records is not None
+    return separate(Trace(seen.model, seen.shape), gradient, seen.records, rng)
+
+
+def gradient_of(seen: Observation) -> Named:
+    """The gradient behind an update of one step, in double precision."""
+    training, records = seen.training, seen.records
+    if training is None or records is None:
+        raise Withheld("the exact recursion needs 'training' and 'records' in the observation")
+    _check(seen.model, training, records)
+    shrunk = decay(training, 1)
+    return {
+        name: (value.double().cpu() - shrunk * seen.model.get_parameter(name).detach().double())
+        / training.lr
+        for name, value in seen.update.items()
+    }
+
+
+def _check(model: nn.Module, training: LocalTraining, records: int) -> None:
+    steps = len(minibatches(records, training))
+    refusals = {
+        f"the client took {steps} steps, whose gradients at different weights add up": steps > 1,
+        f"an update by {training.optimiser!r} is rescaled entry by entry": (
+            training.optimiser != "sgd"
+        ),
+        "batch norm in train mode mixes the records of a batch": (
+            training.batch_norm == "train" and _has(model, _BatchNorm)
+        ),
+        "dropout hides part of the network": training.dropout != "off" and _has(model, _DropoutNd),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise NotApplicable(f"the exact recursion needs one plain step of SGD, but {reason}")
+
+
+def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def _unnormalised(images: Tensor, training: LocalTraining) -> Tensor:
+    mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
+    return images * std + mean
+
+
+def _distance(seen: Observation, gradient: Named, inputs: Tensor, labels: Tensor) -> float:
+    """‖g' − g‖/‖g‖ for these images."""
+    assert seen.training is not None
+    model = ready(seen.model, seen.training).double()
+    values = {name: p.detach().requires_grad_() for name, p in parameters(model).items()}
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            loss(model, values, inputs, labels, seen.training), list(values.values())
+        )
+    return _norm([f - gradient[n] for n, f in zip(values, found, strict=True)]) / _norm(
+        list(gradient.values())
+    )
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack([t.norm() for t in tensors]).norm())
