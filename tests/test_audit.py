@@ -26,6 +26,7 @@ from leakgauge.audit.cases import trials as cases
 from leakgauge.audit.result import spread, summarise
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import simulate
+from leakgauge.report import references
 from leakgauge.types import Batch, Reconstruction
 
 
@@ -38,7 +39,13 @@ def tiny(folder: Path | None = None, **changes: Any):
             "training": {"batch_size": 4},
         },
         "attack": [{"name": "analytic"}],
-        "audit": {"seeds": [0], "gallery": 20, "control": False, "explain": False},
+        "audit": {
+            "seeds": [0],
+            "gallery": 20,
+            "control": False,
+            "explain": False,
+            "exact": False,
+        },
     }
     for key, value in changes.items():
         table[key] = table[key] | value if isinstance(value, dict) and key in table else value
@@ -58,7 +65,7 @@ def guessing(guess: Callable[..., Reconstruction]):
 
 
 def with_attacks(plan, **attacks):
-    return dataclasses.replace(plan, attacks=attacks)
+    return dataclasses.replace(plan, attacks=attacks, asked=tuple(attacks))
 
 
 def truth_of(plan, seed: int = 0, stage: int = 0) -> Batch:
@@ -452,6 +459,7 @@ def test_what_an_attack_did_not_know_is_null(tmp_path):
     trial = only(run(with_attacks(tiny(), unsure=guessing(unsure)), Store(tmp_path)))
     assert trial["residual"] is None
     assert trial["history"] == [1.0, None]
+    assert 0 <= trial["facts"].pop("sparsity") < 1
     assert trial["facts"] == {"step": None, "n": 3, "zero_tensors": 0}
     assert trial["status"] == "done"
 
@@ -613,6 +621,22 @@ def test_a_result_says_what_was_audited(tmp_path):
     (row,) = result["summary"]
     assert set(row["scores"]) == {"psnr", "ssim", "identified"}
     assert row["risk"]["median"] == metrics.risk(row["scores"]["psnr"]["median"])
+
+
+def test_the_exact_recursion_is_run_unasked_and_cited_and_has_no_control(tmp_path):
+    plan = tiny(
+        federation={
+            "model": {"name": "mlp", "hidden": [64]},
+            "training": {"batch_size": 2, "batch_norm": "eval"},
+        },
+        audit={"control": True, "exact": True},
+    )
+    result = run(plan, Store(tmp_path))
+    ran = [(trial["kind"], trial["attack"]) for trial in result["trials"]]
+    assert ran == [("control", "analytic"), ("trial", "exact-recursion"), ("trial", "analytic")]
+    assert [entry["attack"] for entry in result["control"]] == ["analytic"]
+    assert min(result["trials"][1]["scores"]["psnr"]) > 80
+    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in references.used(result)}
 
 
 def test_cases_of_one_round_stand_together():

@@ -39,6 +39,7 @@ name = "analytic"
 seeds = [0]
 gallery = 20
 explain = false
+exact = false
 limit = {{ share = 1.0 }}
 {audit}
 """

@@ -26,6 +26,7 @@ name = "{attack}"
 [audit]
 seeds = [0, 1]
 gallery = 20
+exact = false
 """
 
 

@@ -16,15 +16,21 @@ import torch
 from PIL import Image
 
 from leakgauge import models
-from leakgauge.attacks import ATTACKS, InvertingGradients
+from leakgauge.attacks import ATTACKS, Analytic, ExactRecursion, InvertingGradients
 from leakgauge.audit import parse, read
+from leakgauge.audit.cases import controls, trials
+from leakgauge.audit.forecast import _shortened
 from leakgauge.audit.plan import plain
 from leakgauge.defences import Prune
 from leakgauge.errors import DataError, LeakGaugeError, PlanError, Withheld
 from leakgauge.fl.partition import Dirichlet, Iid
 from leakgauge.types import LocalTraining, ThreatModel
 
-TINY = {"federation": {"data": "digits", "model": "mlp"}, "attack": [{"name": "analytic"}]}
+TINY = {
+    "federation": {"data": "digits", "model": "mlp"},
+    "attack": [{"name": "analytic"}],
+    "audit": {"exact": False},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +58,10 @@ def parsed(path: str = "", value: object = None, folder: Path | None = None):
 def test_the_demo_parses_and_its_federation_can_be_built():
     text = resources.files("leakgauge.audit").joinpath("demo.toml").read_text("utf-8")
     plan = parse(tomllib.loads(text), "demo", Path.cwd())
-    assert plan.attacks == {"inverting-gradients": InvertingGradients(iterations=300)}
+    assert plan.attacks == {
+        "exact-recursion": ExactRecursion(),
+        "inverting-gradients": InvertingGradients(iterations=300),
+    }
     assert plan.defences == {"none": None, "prune": Prune(share=0.99)}
     assert plan.data.inputs.shape[1:] == (3, 16, 16)
     scenario = plan.scenario(0, "prune")
@@ -225,6 +234,50 @@ def test_an_attack_that_needs_what_is_withheld_is_refused_before_the_data_are_re
     made["threat"] = {"grants": ["training", "records"]}
     with pytest.raises(DataError, match="not there"):
         parse(made, "plan", Path.cwd())
+
+
+# The attack that nobody has to ask for.
+
+
+def test_the_exact_recursion_is_there_without_being_asked_and_comes_first():
+    plan = parsed("audit.exact", True)
+    assert list(plan.attacks) == ["exact-recursion", "analytic"]
+    assert plan.asked == ("analytic",)
+    assert [case.attack for case in trials(plan)[:2]] == ["exact-recursion", "analytic"]
+    assert {case.attack for case in controls(plan)} == {"analytic"}
+    del (made := table())["audit"]
+    assert list(parse(made, "plan", Path.cwd()).attacks) == list(plan.attacks)  # the default
+
+
+def test_the_exact_recursion_can_be_left_out():
+    plan = parsed("audit.exact", False)
+    assert list(plan.attacks) == list(plan.asked) == ["analytic"]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_plan_that_asks_for_the_exact_recursion_has_its_own_once_and_its_control(exact):
+    made = table("audit.exact", exact)
+    made["attack"].append({"name": "exact-recursion", "restarts": 5})
+    plan = parse(made, "plan", Path.cwd())
+    assert len(plan.attacks) == 2
+    assert plan.attacks["exact-recursion"] == ExactRecursion(restarts=5)
+    assert {case.attack for case in controls(plan)} == {"analytic", "exact-recursion"}
+
+
+class Modest(Analytic):
+    """An attack that asks for nothing."""
+
+    needs = frozenset()
+
+
+@pytest.mark.parametrize("grants", [["training"], ["records"], ["training", "records"]])
+def test_the_exact_recursion_is_left_out_where_its_needs_are_withheld(monkeypatch, grants):
+    monkeypatch.setitem(ATTACKS, "modest", Modest)
+    made = table("audit.exact", True)
+    made["threat"] = {"grants": grants}
+    made["attack"] = [{"name": "modest"}]
+    plan = parse(made, "plan", Path.cwd())
+    assert ("exact-recursion" in plan.attacks) == (len(grants) == 2)
 
 
 # The user's own files and code.
@@ -433,3 +486,10 @@ def test_plain_is_what_json_can_hold():
         "tuple": [1, [None, None, 0.5]],
     }
     assert json.loads(json.dumps(value, allow_nan=False)) == value
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+def test_a_forecast_can_shorten_every_attack(name: str) -> None:
+    attack = ATTACKS[name]()
+    if hasattr(attack, "iterations"):
+        assert _shortened(attack, 3).iterations == 3  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ def tiny(**changes: Any):
             "training": {"batch_size": 2, "batch_norm": "eval"},
         },
         "attack": [{"name": "analytic"}],
-        "audit": {"seeds": [0, 1, 2], "gallery": 20},
+        "audit": {"seeds": [0, 1, 2], "gallery": 20, "exact": False},
     }
     for key, value in changes.items():
         table[key] = table[key] | value if isinstance(value, dict) and key in table else value
@@ -264,13 +264,13 @@ class Crash:
 
 
 def test_an_audit_whose_control_fails_is_inconclusive(tmp_path: Path) -> None:
-    plan = replace(tiny(), attacks={"grey": Fixed()})
+    plan = replace(tiny(), attacks={"grey": Fixed()}, asked=("grey",))
     verdict = run(plan, Store(tmp_path))["verdict"]
     assert (verdict["outcome"], verdict["exit_code"]) == ("inconclusive", 4)
 
 
 def test_an_audit_with_a_crash_says_so(tmp_path: Path) -> None:
-    plan = replace(tiny(), attacks={"bad": Crash(), "grey": Fixed()})
+    plan = replace(tiny(), attacks={"bad": Crash(), "grey": Fixed()}, asked=("bad", "grey"))
     result = run(plan, Store(tmp_path))
     assert result["verdict"]["exit_code"] == 3
     assert any("it broke" in (trial["error"] or "") for trial in result["trials"])
@@ -306,7 +306,7 @@ def test_a_forecast_tells_what_applies() -> None:
 
 
 def test_a_budget_stops_in_order_and_says_what_was_not_run(tmp_path: Path) -> None:
-    plan = tiny(audit={"seeds": [0, 1, 2], "gallery": 20, "control": False, "explain": False})
+    plan = tiny(audit={"control": False, "explain": False})
     result = run(plan, Store(tmp_path), budget=1e-9)
     assert result["trials"] == []
     assert [entry["id"] for entry in result["not_run"]] == [case.id for case in trials(plan)]
@@ -327,8 +327,8 @@ def test_an_interrupt_leaves_a_valid_result(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             return super().reconstruct(observed, rng)
 
-    plan = tiny(audit={"seeds": [0, 1, 2], "gallery": 20, "control": False, "explain": False})
-    result = run(replace(plan, attacks={"grey": Interrupt()}), Store(tmp_path))
+    plan = tiny(audit={"control": False, "explain": False})
+    result = run(replace(plan, attacks={"grey": Interrupt()}, asked=("grey",)), Store(tmp_path))
     assert result["interrupted"]
     assert len(result["trials"]) == 1
     assert [entry["reason"] for entry in result["not_run"]] == ["interrupted"] * 2

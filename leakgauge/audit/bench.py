@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge import metrics, threat
+from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan, plain
@@ -87,7 +87,10 @@ class Bench:
         truth = threat.covered(round_, case.threat(self.plan))
         scored, paired = score(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
         zeros = [not value.any() for value in seen.update.values()]
-        scored["facts"] |= {"zero_tensors": sum(zeros) / len(zeros)}
+        scored["facts"] |= {
+            "zero_tensors": sum(zeros) / len(zeros),
+            "sparsity": diagnostics.sparsity(seen.update),
+        }
         scored["caveats"] = checks.caveats(scored)
         self.store.begin()
         scored["images"] = images.save(
@@ -159,6 +162,7 @@ def score(
         "labels": _labels(guess.labels, truth.labels, plan),
         "residual": plain(guess.residual),
         "history": plain(_thinned(guess.history)),
+        "distances": plain(_thinned(guess.distances)),
         "notes": list(guess.notes),
         "facts": plain(guess.facts),
     }, paired

@@ -75,15 +75,20 @@ def _try(name: str, attack: Attack, seen: Observation) -> Applicability:
         if not hasattr(attack, "iterations"):
             return Applicability(name, None, _timed(attack, seen))
         wanted = attack.iterations * getattr(attack, "restarts", 1)
-        _timed(replace(attack, iterations=1, restarts=1), seen)  # type: ignore[type-var]  # warms up
-        short = _timed(replace(attack, iterations=SHORT, restarts=1), seen)  # type: ignore[type-var]
-        long = _timed(replace(attack, iterations=LONG, restarts=1), seen)  # type: ignore[type-var]
+        _timed(_shortened(attack, 1), seen)  # warms up
+        short, long = (_timed(_shortened(attack, count), seen) for count in (SHORT, LONG))
         each = max(0.0, long - short) / (LONG - SHORT)
         return Applicability(name, None, short + each * max(0, wanted - SHORT))
     except NotApplicable as reason:
         return Applicability(name, str(reason), 0.0)
     except Exception as error:  # the audit will keep it, trial by trial
         return Applicability(name, f"it crashes ({type(error).__name__}: {error})", 0.0)
+
+
+def _shortened(attack: Attack, iterations: int) -> Attack:
+    change = {"iterations": iterations} | ({"restarts": 1} if hasattr(attack, "restarts") else {})
+    short: Attack = replace(attack, **change)  # type: ignore[type-var]
+    return short
 
 
 def _timed(attack: Attack, seen: Observation) -> float:

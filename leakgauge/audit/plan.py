@@ -24,7 +24,7 @@ from torch import nn
 
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
-from leakgauge.attacks import ATTACKS
+from leakgauge.attacks import ATTACKS, ExactRecursion
 from leakgauge.config import build, choose, did_you_mean
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
@@ -92,8 +92,9 @@ class Limit:
 class Measure:
     """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
     climbs from it to the audited federation. No trial starts beyond `budget`, a time such as "10m";
-    `seconds` limits each attack. `threads` is fixed, not
-    the number of cores, so that a plan gives the same bytes on one core and on many."""
+    `seconds` limits each attack. `exact` runs the exact recursion before the attacks of the plan.
+    `threads` is fixed, not the number of cores, so that a plan gives the same bytes on one core and
+    on many."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     metrics: tuple[str, ...] = ("psnr", "affine-psnr", "ssim", "mse")
@@ -102,6 +103,7 @@ class Measure:
     limit: Limit = Limit()
     control: bool = True
     explain: bool = True
+    exact: bool = True
     budget: str | None = None
     seconds: float | None = None
     device: str = "cpu"
@@ -146,7 +148,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked plan, ready to run: every name resolved, the data loaded."""
+    """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
+    that the file names; the exact recursion is run without being asked."""
 
     name: str
     document: Document
@@ -156,6 +159,7 @@ class Plan:
     defences: Mapping[str, Defence | None]
     partition: Partition
     fingerprint: str
+    asked: tuple[str, ...]
 
     @property
     def budget(self) -> float | None:
@@ -234,6 +238,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     attacks = _each(ATTACKS, document.attack, "attack")
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
+    asked = tuple(attacks)
+    if document.audit.exact and ExactRecursion.needs <= threat.holds(document.threat):
+        attacks = {"exact-recursion": ExactRecursion()} | attacks
     model, _ = _name(federation.model, "federation.model")
     if ":" not in model:
         choose(models.MODELS, model, "model")
@@ -251,6 +258,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         defences=defences,
         partition=partition,
         fingerprint=_fingerprint(document, records, folder),
+        asked=asked,
     )
 
 
