@@ -21,7 +21,9 @@ FILES = {
 GROUND = {"_version", "errors", "types"}
 TOOLS = GROUND | {"config", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
-METHODS = {"attacks", "data", "defences", "detectors", "metrics", "models", "restore"}
+METHODS = {
+    "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
+}  # fmt: skip
 AUDIT = FEDERATION | METHODS | {"audit"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
@@ -30,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": GROUND,
     "tensors": GROUND,
     "fl": TOOLS,
-    "threat": TOOLS,
+    "threat": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
     "audit": FEDERATION | METHODS,

@@ -1,0 +1,135 @@
+"""What makes an update hard or easy to invert, in numbers. All but `sparsity` need the truth.
+
+C2F: K. Zhu et al., "Cracking Federated Privacy: Initialization-Resilient Gradient Inversion with
+Fine-Grained Reconstruction", 2026, Fig. 3. FedLeak: M. Fan et al., "Boosting Gradient Leakage
+Attacks: Data Reconstruction in Realistic FL Settings", USENIX Security 2025, Eq. 4–6, Fig. 1, 9.
+
+    sparsity      share of the elements of the observed update that are exactly zero    C2F Fig. 3
+    step bound    2μ/L, where at an iterate x' of an attack with objective D            Eq. 5
+                  μ = ⟨x' − x, ∇D(x')⟩/‖x' − x‖²  and  L = ‖∇D(x')‖²/‖x' − x‖²:
+                  gradient descent comes closer to the truth x exactly for steps
+                  0 < η < 2μ/L (Eq. 4, 6); negative: it leads away                      Fig. 1c–d
+    noise         ‖g(x + s·sign(n)) − g(x)‖₂, n normal, over strengths s                Fig. 1b
+    magnitude     Pearson correlation of |g_i| and Σ_j |∂g_i/∂x_j|                      Fig. 9
+
+Facts:
+- C2F does not say what it counts as sparse. Its Eq. 1 keeps the support {i: g_i ≠ 0}; sparsity is
+  taken as the rest. ReLU units that no record activates make such zeros; Sigmoid makes none.
+- Eq. 5 bounds μ and L over a path. Here they are the values at each iterate, which Fig. 1 must
+  show too, since it plots them against the iterations.
+- These are instruments of an evaluation: an attack cannot compute them, except `sparsity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from leakgauge.errors import InputError
+from leakgauge.fl.local import loss, ready
+from leakgauge.tensors import norm, parameters, subtract
+from leakgauge.types import Batch, LocalTraining, Named
+
+
+def sparsity(update: Named) -> float:
+    """Share of the elements that are exactly zero."""
+    total = sum(value.numel() for value in update.values())
+    if not total:
+        raise InputError("sparsity: expected an update with elements, got an empty one")
+    return sum(int((value == 0).sum()) for value in update.values()) / total
+
+
+def step_bounds(points: Sequence[Tensor], slopes: Sequence[Tensor], truth: Tensor) -> list[float]:
+    """2μ/L at each point of a path (Eq. 5), from the objective's derivative there.
+
+    A derivative of zero bounds no step: infinity.
+    """
+    bounds = []
+    for point, slope in zip(points, slopes, strict=True):
+        if point.shape != truth.shape or slope.shape != truth.shape:
+            raise InputError(
+                f"step bounds: expected points and slopes of the truth's shape "
+                f"{tuple(truth.shape)}, got {tuple(point.shape)} and {tuple(slope.shape)}"
+            )
+        slope = slope.double()
+        towards = float(((point.double() - truth.double()) * slope).sum())
+        steepness = float(slope.square().sum())
+        bounds.append(2 * towards / steepness if steepness else torch.inf)
+    return bounds
+
+
+def gradient(model: nn.Module, batch: Batch, training: LocalTraining) -> Named:
+    """The gradient of the mean loss, by name: what one plain step of this training sends."""
+    values = {n: p.requires_grad_() for n, p in parameters(model).items()}
+    live = ready(model, training)
+    objective = loss(live, values, batch.inputs, batch.labels, training)
+    found = torch.autograd.grad(objective, list(values.values()), allow_unused=True)
+    return {
+        n: torch.zeros_like(v) if g is None else g
+        for (n, v), g in zip(values.items(), found, strict=True)
+    }
+
+
+def noise_distances(
+    model: nn.Module,
+    truth: Batch,
+    training: LocalTraining,
+    strengths: Sequence[float],
+    rng: torch.Generator,
+    draws: int = 10,
+) -> list[float]:
+    """Mean L2 distance of the gradient when every pixel moves by ±strength (Fig. 1b).
+
+    The same signs serve all strengths, so that the curve is not rough by chance. Pixels may leave
+    [0, 1], as the paper says nothing of a clamp.
+    """
+    if draws < 1:
+        raise InputError(f"noise distances: expected at least one draw, got {draws}")
+    clean = gradient(model, truth, training)
+    signs = [torch.randn(truth.inputs.shape, generator=rng).sign() for _ in range(draws)]
+
+    def distance(strength: float, sign: Tensor) -> float:
+        moved = Batch(truth.inputs + strength * sign, truth.labels)
+        return norm(subtract(gradient(model, moved, training), clean))
+
+    return [sum(distance(s, sign) for sign in signs) / draws for s in strengths]
+
+
+def magnitude_and_sensitivity(
+    model: nn.Module, truth: Batch, training: LocalTraining, name: str, chunk: int = 64
+) -> tuple[Tensor, Tensor]:
+    """|g_i| and Σ_j |∂g_i/∂x_j| of every element of the named parameter's gradient: flat (n,)."""
+    live = ready(model, training)
+    values = dict(live.named_parameters())
+    if name not in values:
+        raise InputError(
+            f"the model has no parameter {name!r}: choose one of {', '.join(sorted(values))}"
+        )
+    inputs = truth.inputs.detach().clone().requires_grad_()
+    weight = values[name].requires_grad_()
+    objective = loss(live, values, inputs, truth.labels, training)
+    (found,) = torch.autograd.grad(objective, weight, create_graph=True)
+    flat = found.flatten()
+    sums = []
+    for rows in torch.split(torch.eye(len(flat), dtype=flat.dtype), chunk):
+        (jacobian,) = torch.autograd.grad(
+            flat, inputs, rows, retain_graph=True, is_grads_batched=True
+        )
+        sums.append(jacobian.flatten(1).abs().sum(1))
+    return flat.detach().abs(), torch.cat(sums).detach()
+
+
+def pearson(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
+    """Pearson's correlation, in [−1, 1]; undefined where one side does not vary: an error."""
+    a, b = (torch.as_tensor(v, dtype=torch.float64).flatten() for v in (first, second))
+    if len(a) != len(b) or len(a) < 2:
+        raise InputError(
+            f"correlation: expected two lists of one length ≥ 2, got {len(a)}, {len(b)}"
+        )
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(a.norm() * b.norm())
+    if not scale:
+        raise InputError("correlation: one of the two lists is constant, so there is none to find")
+    return float(a @ b) / scale
