@@ -119,6 +119,29 @@ def test_a_large_size_leaves_small_photographs_out_but_not_their_class():
     assert sorted(counts.tolist()) == [0] + [2] * 9
 
 
+def test_only_leaves_the_other_photographs_out_but_labels_as_they_are(default):
+    size = default.inputs.shape[-1]
+    data = load("photos", size=size, only=["retina", "ihc"])
+    assert data.classes == default.classes
+    for name in default.classes:
+        expected = of_class(default, name) if name in ("retina", "ihc") else default.inputs[:0]
+        assert torch.equal(of_class(data, name), expected)
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [(["ich"], "did you mean 'ihc'"), ("ihc", "list of photographs"), ([3], "unknown photograph")],
+)
+def test_what_cannot_be_wanted_is_refused(only, message):
+    with pytest.raises(PlanError, match=message):
+        load("photos", only=only)
+
+
+def test_a_size_too_large_for_the_wanted_ones_names_them():
+    with pytest.raises(PlanError, match="no photograph has 224 pixels a side among page"):
+        load("photos", size=224, only=["page"])
+
+
 def test_the_network_is_never_touched(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a download was tried")

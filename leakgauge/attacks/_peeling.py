@@ -123,7 +123,7 @@ def _solved(
     for layer, signal in signals.items():
         above = trace.activation_above(layer)
         none = torch.zeros(signal.shape[1], dtype=torch.bool)
-        spoilt[layer] = done.unsure.get(above, none) if above else none
+        spoilt[layer] = _few(done.unsure.get(above, none) if above else none)
     value, residual = torch.zeros(()), math.inf
     for _ in range(ROUNDS):
         equations = forward + [
@@ -139,7 +139,7 @@ def _solved(
                 _misfit(trace, gradient, known, node, layer, signal, value).flatten(1).norm(dim=1)
             )
             bad = size > max(10 * float(size.median()), 0.1 * float(size.max()))
-            spoilt[layer] = spoilt[layer] | bad
+            spoilt[layer] = _few(spoilt[layer] | bad)
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
     negative = float(-value.min() / value.max()) if trace.kind[node] == "relu" else 0.0
@@ -150,6 +150,11 @@ def _solved(
                 seen = trace.affine(layer.all_input_nodes[0], {**known, node: value}, {})
                 _correct(trace, gradient, known, layer, left, seen, spoilt[layer])
     return value, residual, negative
+
+
+def _few(rows: Tensor) -> Tensor:
+    """These rows, or none if they are so many that leaving them out would leave too little."""
+    return rows if rows.double().mean() < 0.25 else torch.zeros_like(rows)
 
 
 def _correct(

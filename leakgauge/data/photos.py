@@ -18,7 +18,7 @@ may download with pooch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from itertools import islice, zip_longest
 
@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from leakgauge.config import choose
 from leakgauge.data._dataset import make_dataset
 from leakgauge.data._options import check_count
 from leakgauge.errors import DataError, PlanError
@@ -49,15 +50,20 @@ LEVELS = 5
 CONTRAST = 0.08  # least standard deviation of a crop's brightness; -20 log10(0.08) = 22 dB
 
 
-def photos(size: int = 32, per_photo: int = 24) -> Dataset:
+def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dataset:
     """Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
 
     Records alternate between the classes, so any first few show different photographs. No crop is
     enlarged: a large `size` leaves fewer, and above 191 pixels none of the smallest photograph.
+    `only` names the photographs wanted, none means all; the classes, and so the labels, stay.
     """
     check_count("size", size)
     check_count("per_photo", per_photo)
-    columns = [list(islice(_crops(_open(file), size), per_photo)) for file in FILES.values()]
+    wanted = _wanted(only)
+    columns = [
+        list(islice(_crops(_open(file), size), per_photo)) if name in wanted else []
+        for name, file in FILES.items()
+    ]
     records = [
         (label, crop)
         for row in zip_longest(*columns)
@@ -65,10 +71,21 @@ def photos(size: int = 32, per_photo: int = 24) -> Dataset:
         if crop is not None
     ]
     if not records:
-        raise PlanError(f"photos: no photograph has {size} pixels a side; choose a smaller size.")
+        raise PlanError(
+            f"photos: no photograph has {size} pixels a side among {', '.join(wanted)}; "
+            "choose a smaller size."
+        )
     images = np.stack([crop for _, crop in records]).transpose(0, 3, 1, 2)
     labels = torch.tensor([label for label, _ in records])
     return make_dataset("photos", images, labels, tuple(FILES))
+
+
+def _wanted(only: Sequence[str]) -> Sequence[str]:
+    if isinstance(only, str) or not isinstance(only, Sequence):
+        raise PlanError(f"only must be a list of photographs, got {only!r}.")
+    for name in only:
+        choose(FILES, name, "photograph")
+    return only or tuple(FILES)
 
 
 def _open(file: str) -> Image.Image:
