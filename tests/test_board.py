@@ -1,0 +1,322 @@
+"""The reproduction board: its rows, its state on disk, its page, and the rows that CI runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from leakgauge.errors import DataError, PlanError
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def board():
+    sys.path.insert(0, str(BENCHMARKS))
+    threads = torch.get_num_threads()
+    try:
+        import board
+
+        yield board
+    finally:
+        torch.set_num_threads(threads)
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def row(board):
+    """The cheapest row there is."""
+    rows = {r.id: r for r in board.ROWS}
+    return replace(rows["ci/inverting-gradients"], options={"iterations": 2}, runs=2)
+
+
+@pytest.fixture
+def only(board, row, monkeypatch):
+    """A board of this row alone."""
+    monkeypatch.setattr(board, "ROWS", [row])
+    return row
+
+
+def lines(state):
+    return [json.loads(line) for file in state.glob("*.jsonl") for line in file.open()]
+
+
+# --- the rows -------------------------------------------------------------------------------------
+
+
+def test_every_row_can_be_built(board):
+    for row in board.ROWS:
+        board.attack_of(row)
+        assert row.setup in board.SETUPS
+        assert row.setup.init in board.models.INITS
+
+
+def test_rows_and_setups_have_names_of_their_own(board):
+    for names in ([r.id for r in board.ROWS], [s.name for s in board.SETUPS]):
+        assert len(set(names)) == len(names)
+    prints = [r.fingerprint for r in board.ROWS]
+    assert len(set(prints)) == len(prints)
+
+
+def test_rows_to_be_run_here_judge_at_least_ten_pairs_or_three(board):
+    """A claim rests on ten image × seed pairs; three are a glimpse, shown as such."""
+    for row in board.ROWS:
+        if row.here and not row.setup.cheap:
+            pairs = row.runs * row.setup.batch * row.setup.steps
+            assert pairs >= 10 or (row.setup.name == "c2f-normal" and pairs == 3), row.id
+
+
+def test_a_fingerprint_follows_what_changes_an_outcome(board, row):
+    other = replace(row, options={"iterations": 3})
+    assert other.fingerprint != row.fingerprint
+    assert replace(row, setup=replace(row.setup, batch=2)).fingerprint != row.fingerprint
+    assert replace(row, paper=1.0, runs=9, here=False).fingerprint == row.fingerprint
+
+
+def test_tune_and_judge_never_meet(board):
+    """Other images (another split) and other weights."""
+    assert board.judged(1, 0) == ([10], 0)
+    assert board.judged(4, 2) == ([90, 100, 110, 120], 2)
+    assert board.tuned(1, 7) == ([7], 107)
+    assert not {board.judged(1, k)[1] for k in range(100)} & {
+        board.tuned(1, k)[1] for k in range(8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attack": "inverting-gradient"}, "did you mean 'inverting-gradients'"),
+        ({"options": {"iteration": 2}}, "did you mean 'iterations'"),
+    ],
+)
+def test_an_unknown_attack_or_option_is_an_error_before_anything_runs(
+    board, only, change, words, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(board, "ROWS", [only, replace(only, **change)])
+    assert board.main(["--cheap", "--state", str(tmp_path)]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert lines(tmp_path) == []
+
+
+def test_unknown_rows_are_an_error(board):
+    with pytest.raises(PlanError, match="no-such-row"):
+        board.select(["no-such-row"], cheap=False)
+
+
+def test_the_data_folder_must_be_named(board, monkeypatch):
+    monkeypatch.delenv("LEAKGAUGE_DATA", raising=False)
+    board.images.cache_clear()
+    with pytest.raises(DataError, match="LEAKGAUGE_DATA"):
+        board.images("cifar10", "test", 32)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def test_runs_are_kept_one_by_one_and_not_repeated(board, only, tmp_path):
+    arguments = ["--cheap", "--state", str(tmp_path)]
+    assert board.main(arguments) == 0
+    first = lines(tmp_path)
+    assert [(o["run"], o["status"], len(o["psnr"])) for o in first] == [
+        (0, "done", 1),
+        (1, "done", 1),
+    ]
+    assert board.main(arguments) == 0
+    assert lines(tmp_path) == first
+
+
+def test_a_killed_board_goes_on_where_it_was(board, only, monkeypatch, tmp_path):
+    """The second run dies; what it left is a torn line. The next process runs that one only."""
+    execute = board.execute
+
+    def dies(row, run):
+        if run == 1:
+            raise KeyboardInterrupt
+        return execute(row, run)
+
+    monkeypatch.setattr(board, "execute", dies)
+    with pytest.raises(KeyboardInterrupt):
+        board.main(["--cheap", "--state", str(tmp_path)])
+    (file,) = tmp_path.glob("*.jsonl")
+    with file.open("a") as torn:
+        torn.write('{"row": "' + only.fingerprint)
+    ran = []
+    monkeypatch.setattr(board, "execute", lambda row, run: ran.append(run) or execute(row, run))
+    board.main(["--cheap", "--state", str(tmp_path)])
+    assert ran == [1]
+    assert list(board.outcomes(tmp_path, only)) == [0, 1]
+
+
+def test_the_same_run_gives_the_same_outcome(board, row):
+    first, second = (board.execute(row, 1) for _ in range(2))
+    for outcome in (first, second):
+        outcome.pop("cpu_seconds")
+    assert first == second
+
+
+def test_a_changed_row_is_run_anew(board, only, monkeypatch, tmp_path):
+    board.main(["--cheap", "--state", str(tmp_path)])
+    other = replace(only, options={"iterations": 1})
+    assert board.outcomes(tmp_path, other) == {}
+    assert len(board.outcomes(tmp_path, only)) == 2
+
+
+def test_a_failure_is_kept_reported_and_tried_again(board, only, monkeypatch, tmp_path):
+    def fails(self, *_):
+        raise RuntimeError("out of luck")
+
+    attack = board.attacks.ATTACKS[only.attack]
+    with monkeypatch.context() as patch:
+        patch.setattr(attack, "reconstruct", fails)
+        assert board.main(["--cheap", "--state", str(tmp_path)]) == 3
+    assert {o["error"] for o in lines(tmp_path)} == {"RuntimeError: out of luck"}
+    assert "failed in 2 runs: RuntimeError: out of luck" in board.render(tmp_path, [only])
+    assert board.main(["--cheap", "--state", str(tmp_path)]) == 0
+    assert {o["status"] for o in board.outcomes(tmp_path, only).values()} == {"done"}
+
+
+def test_no_run_is_started_when_the_time_is_up(board, only, tmp_path):
+    assert board.main(["--cheap", "--state", str(tmp_path), "--seconds", "0"]) == 0
+    assert lines(tmp_path) == []
+
+
+def test_two_processes_share_the_runs(board, row, tmp_path):
+    """A run that another process has claimed is left to it, until that process ends."""
+    held = (
+        "import sys, pathlib, board\n"
+        "from dataclasses import replace\n"
+        "row = {r.id: r for r in board.ROWS}['ci/inverting-gradients']\n"
+        "row = replace(row, options={'iterations': 2}, runs=2)\n"
+        "with board.claims(pathlib.Path(sys.argv[1])) as claim:\n"
+        "    print(claim(row, 0), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    other = subprocess.Popen(
+        [sys.executable, "-c", held, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert other.stdout.readline() == "True\n"
+    with board.claims(tmp_path) as claim:
+        assert [claim(row, 0), claim(row, 1)] == [False, True]
+        other.kill()
+        other.wait()
+        assert claim(row, 0)
+
+
+def test_the_attack_sees_the_observation_only(board, row, monkeypatch):
+    """The truth is handed to the scores after the attack has returned, never before."""
+    attack = board.attacks.ATTACKS[row.attack]
+    real, seen = attack.reconstruct, []
+
+    def spied(self, observation, rng, resources):
+        seen.append(observation)
+        return real(self, observation, rng, resources)
+
+    monkeypatch.setattr(attack, "reconstruct", spied)
+    board.execute(row, 0)
+    assert seen[0].labels is None
+    assert seen[0].own is None
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def kept(board, row, state, run, psnr, **more):
+    outcome = {
+        "row": row.fingerprint, "run": run, "status": "done", "weights": run, "cpu_seconds": 7.0,
+        "psnr": psnr, "affine_psnr": [p + 1 for p in psnr], "mean_image_psnr": [9.0] * len(psnr),
+        "mean_image_affine_psnr": [11.0] * len(psnr), "labels": 1.0, "options": {},
+        "facts": {"iterations": 40},
+    }  # fmt: skip
+    board.keep(state, row, outcome | more)
+
+
+def test_a_row_of_the_page(board, row, tmp_path):
+    row = replace(row, runs=5, paper=22.65)
+    for run, value in enumerate([10.0, 20.0, 30.0, 40.0]):
+        kept(board, row, tmp_path, run, [value])
+    page = board.render(tmp_path, [row])
+    assert (
+        "| inverting-gradients | 22.65 | 25.0 (17.5 to 32.5) | 75% | 40 | 7 | 1 × 4 of 5 |" in page
+    )
+    assert "| *mean image (knows nothing)* | – | 9.0 (9.0 to 9.0) | 0% | – | – | 4 |" in page
+    assert "affine |" not in page
+
+
+def test_train_mode_shows_the_affine_score(board, row, monkeypatch, tmp_path):
+    setup = replace(row.setup, batch=2, batch_norm="train")
+    monkeypatch.setattr(board, "SETUPS", [setup])
+    row = replace(row, setup=setup, runs=1)
+    kept(board, row, tmp_path, 0, [10.0, 20.0])
+    page = board.render(tmp_path, [row])
+    assert "| 15.0 (12.5 to 17.5) | 50% | 16.0 | 40 | 7 | 2 × 1 |" in page
+
+
+def test_missing_and_not_run_rows_say_so(board, row, tmp_path):
+    page = board.render(tmp_path, [replace(row, here=False)])
+    assert "| not run |" in page
+    assert "`python benchmarks/board.py --rows 'ci/inverting-gradients'`" in page
+    assert "| missing |" in board.render(tmp_path, [row])
+
+
+def test_wrong_labels_facts_and_changed_options_are_noted(board, row, tmp_path):
+    row = replace(row, facts=("layers",))
+    facts = {"iterations": 2, "layers": 5}
+    kept(board, row, tmp_path, 0, [10.0], labels=0.0, facts=facts, options={"lr": 12.0})
+    page = board.render(tmp_path, [row])
+    assert "labels were wrong in 1 of 1 runs" in page
+    assert "layers: 5 (1 ×)" in page
+    assert "default options have changed" in page
+
+
+def test_not_applicable_gives_its_reason(board, row, tmp_path):
+    outcome = {"row": row.fingerprint, "run": 0, "status": "not applicable", "error": "no ReLU"}
+    board.keep(tmp_path, row, outcome)
+    assert "not applicable in 1 runs: no ReLU" in board.render(tmp_path, [row])
+
+
+def test_the_forecast_is_what_runs_took_else_what_was_calibrated(board, row, tmp_path):
+    assert board.forecast(tmp_path, row) is None
+    (tmp_path / "pace.json").write_text(json.dumps({row.id: 3.0}))
+    assert board.forecast(tmp_path, row) == 3.0
+    kept(board, row, tmp_path, 0, [10.0])
+    assert board.forecast(tmp_path, row) == 7.0
+
+
+def test_a_pace_covers_all_iterations(board, row):
+    """Twenty iterations cost more than two, and the probe does not run them all."""
+    assert board.pace(replace(row, options={"iterations": 5000}), probe=0.05) > 10 * board.pace(row)
+
+
+# --- the cheap rows -------------------------------------------------------------------------------
+
+TOLERANCE = 3.0  # dB; machines round differently, and a search amplifies it
+
+
+def test_cheap_rows_give_what_the_board_publishes(board, tmp_path):
+    rows = [row for row in board.ROWS if row.setup.cheap]
+    assert board.main(["--cheap", "--state", str(tmp_path)]) == 0
+    for row in rows:
+        ours, published = (
+            statistics.median(v for o in board.outcomes(state, row).values() for v in o["psnr"])
+            for state in (tmp_path, board.STATE)
+        )
+        assert ours == pytest.approx(published, abs=TOLERANCE), row.id
+
+
+def test_the_page_is_that_of_the_state(board):
+    """docs/board.md was rendered after the last run."""
+    assert board.PAGE.read_text(encoding="utf-8") == board.render(board.STATE, board.ROWS)
