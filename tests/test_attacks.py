@@ -346,7 +346,7 @@ def exact_smooth_to_sharp() -> None:
 
 EXACT: dict[str, Callable[[], None]] = {
     "agic": lambda: recognises(quick("agic", iterations=100)),
-    "bayes": lambda: recognises(quick("bayes", iterations=100, noise="gaussian")),
+    "bayes": lambda: recognises(quick("bayes", iterations=100, noise="gaussian", sigma=1e-5)),
     "gradinversion": lambda: recognises(quick("gradinversion", iterations=100)),
     "hfgradinv": lambda: recognises(quick("hfgradinv", iterations=100)),
     "sapag": lambda: recognises(quick("sapag", iterations=100)),
