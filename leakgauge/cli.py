@@ -38,10 +38,10 @@ from leakgauge._version import __version__
 from leakgauge.attacks import ATTACKS, LABEL_RULES
 from leakgauge.audit import schema
 from leakgauge.audit.plan import duration
-from leakgauge.audit.store import write_atomic
 from leakgauge.config import choose
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
+from leakgauge.files import write_atomic
 from leakgauge.fl import PARTITIONS
 from leakgauge.metrics import METRICS, load_lpips
 from leakgauge.models import INITS, MODELS

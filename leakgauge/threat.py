@@ -9,6 +9,9 @@ autograd graph, no gradient slot and no shared storage leads back to the truth.
 | server    | the global model and one client's own update             |
 | aggregate | the global model and the weighted mean of all updates    |
 | client    | two consecutive global models, and its own records       |
+
+A *malicious* server or aggregate may also change the model that it sends, and keeps what it needs
+to read the updates by.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from leakgauge.fl.local import ready
 from leakgauge.fl.statistics import batch_statistics
 from leakgauge.tensors import check_like, subtract, weighted_mean
 from leakgauge.types import (
+    ActiveAttack,
     Actor,
     Attack,
     Batch,
@@ -82,6 +86,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
         labels=covered(round_, threat).labels.clone() if "labels" in threat.grants else None,
         own=Batch(own.inputs.clone(), own.labels.clone()) if own is not None else None,
         statistics=_statistics(round_, threat) if "statistics" in threat.grants else None,
+        secret=round_.secret if threat.malicious else None,
     )
 
 
@@ -122,6 +127,12 @@ def holds(threat: ThreatModel) -> frozenset[Knowledge]:
 
 def check(name: str, attack: Attack, threat: ThreatModel) -> None:
     """Refuse an attack that needs what is withheld, before it runs, with the remedy."""
+    if isinstance(attack, ActiveAttack) and (not threat.malicious or threat.actor == "client"):
+        raise Withheld(
+            f"attack {name!r} changes the model that clients receive, which this {threat.actor!r} "
+            'does not: set threat.malicious = true with actor "server" or "aggregate" if your '
+            "server might, or leave the attack out"
+        )
     missing = sorted(attack.needs - holds(threat))
     if missing:
         what = "; ".join(f"{item!r} ({KNOWLEDGE[item]})" for item in missing)

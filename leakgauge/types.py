@@ -6,7 +6,7 @@ training. An update is *before − after*, keyed by parameter name, never by pos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -94,6 +94,7 @@ class Round:
     shape: tuple[int, int, int]
     classes: int
     index: int = 0
+    secret: Mapping[str, Any] | None = None  # of a malicious server
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,13 @@ class ThreatModel:
     """Who attacks and what is granted beyond the actor's own view.
 
     `client` is the victim of a server, and the attacker itself when the actor is a client.
+    `malicious` servers may change the model that they send; others only look.
     """
 
     actor: Actor = "server"
     grants: frozenset[Knowledge] = frozenset({"training", "records"})
     client: int = 0
+    malicious: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Observation:
     """All an attacker holds. A field is None exactly when it is withheld.
 
     `update` is before − after: of one client (server), or of the whole round (aggregate, client).
+    `secret` is what a malicious server kept when it changed the model; `model` is then what it sent
+    (to the first client, where each got its own).
     """
 
     model: nn.Module
@@ -124,6 +129,7 @@ class Observation:
     labels: Tensor | None = None
     own: Batch | None = None
     statistics: Statistics | None = None
+    secret: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,93 @@ class Attack(Protocol):
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a malicious server holds before a round: the honest global model, what the protocol
+    tells it, and `public` images of the same kind that are no client's."""
+
+    model: nn.Module
+    shape: tuple[int, int, int]
+    classes: int
+    training: LocalTraining
+    records: int  # of one client
+    clients: int = 1
+    public: Dataset | None = None
+
+
+@dataclass(frozen=True)
+class Tampered:
+    """What a malicious server sends: one model for all clients or one each, in their order; and
+    the `secret` that it keeps to read the updates by."""
+
+    models: tuple[nn.Module, ...]
+    secret: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class ActiveAttack(Attack, Protocol):
+    """Changes the model before the round, and reads the update after it."""
+
+    def tamper(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Tampered: ...
+
+
+@dataclass(frozen=True)
+class History:
+    """What a client remembers of the rounds it accepted: weights and sizes, never its records.
+
+    `state` is the last accepted model; `own` the size of the client's own last update and `steps`
+    those of the accepted steps from round to round (oldest first), by tensor, as Euclidean norms.
+    `missed` counts the rounds since the last accepted one: 1 when none was missed. `snapshots`
+    holds, for each accepted round in which the warm-up was run, (mean, std, largest magnitude) of
+    every tensor after each of its steps, the model as received first.
+    """
+
+    state: Named
+    rounds: int
+    own: Mapping[str, float]
+    steps: tuple[Mapping[str, float], ...] = ()
+    missed: int = 1
+    snapshots: tuple[tuple[Mapping[str, tuple[float, float, float]], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a client holds when a model arrives.
+
+    `state` is as it came: anything may be in it. `model` is the client's own network with that
+    state, or None when it did not fit; `fresh` the same network as the client itself initialises
+    it. A detector changes neither.
+    """
+
+    state: Mapping[str, Any]
+    fresh: nn.Module
+    model: nn.Module | None
+    training: LocalTraining
+    batch: Batch | None = None
+    history: History | None = None
+
+
+@dataclass(frozen=True)
+class Detection:
+    """One test of a received model. It fires unless `score <= threshold` (so NaN fires); `means`
+    says what that stands for. `tensor` is the worst one, `reason` one sentence for an operator."""
+
+    test: str
+    score: float
+    threshold: float
+    means: Literal["reject", "exposed", "report"]
+    reason: str
+    tensor: str | None = None
+
+
+class Detector(Protocol):
+    """Tests a received model. No detection for a test that cannot be made: no history, no data."""
+
+    def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]: ...
 
 
 @runtime_checkable

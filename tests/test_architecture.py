@@ -19,7 +19,7 @@ FILES = {
 }
 
 GROUND = {"_version", "errors", "types"}
-TOOLS = GROUND | {"config", "tensors"}
+TOOLS = GROUND | {"config", "files", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
@@ -30,16 +30,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "config": GROUND,
+    "files": GROUND,
     "tensors": GROUND,
     "fl": TOOLS,
     "threat": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
     "audit": FEDERATION | METHODS,
+    "guard": FEDERATION | METHODS,
     "report": AUDIT,
-    "integrations": AUDIT | {"report"},
-    "leakgauge": AUDIT | {"report"},  # the public names
-    "cli": AUDIT | {"integrations", "report"},
+    "integrations": AUDIT | {"guard", "report"},
+    "leakgauge": AUDIT | {"guard", "report"},  # the public names
+    "cli": AUDIT | {"guard", "integrations", "report"},
     "__main__": {"cli"},
 }
 """What each part may import besides itself. `cli` is in nobody's set but `__main__`'s."""

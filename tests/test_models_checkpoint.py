@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -86,10 +87,10 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     before = path.read_bytes()
 
     def full(_descriptor: int) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="could not be written: no space left"):
+    with pytest.raises(CheckpointError, match="cannot be written: No space left"):
         save(network(1), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -98,10 +99,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_save_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"saved as \.safetensors"):
         save(network(), tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="could not be written"):
-        save(network(), tmp_path / "no_such_folder" / "model.safetensors")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointError, match="cannot be written"):
         save(network(), tmp_path / "file" / "model.safetensors")
 
 

@@ -482,7 +482,12 @@ def test_plain_is_what_json_can_hold():
         }
     )
     assert value == {
-        "threat": {"actor": "server", "grants": ["labels", "records", "training"], "client": 0},
+        "threat": {
+            "actor": "server",
+            "grants": ["labels", "records", "training"],
+            "client": 0,
+            "malicious": False,
+        },
         "tuple": [1, [None, None, 0.5]],
     }
     assert json.loads(json.dumps(value, allow_nan=False)) == value

@@ -10,8 +10,8 @@ import stat
 import pytest
 
 from leakgauge.audit import Store
-from leakgauge.audit.store import write_atomic, write_json
 from leakgauge.errors import PlanError
+from leakgauge.files import write_atomic, write_json
 
 PLAN = {"federation": {"model": "mlp"}}
 

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from leakgauge.audit.store import write_atomic
+from leakgauge.files import write_atomic
 
 TILE = 128  # pixels of an image on the sheet
 LIMIT = 64  # images of a trial that are written; scores cover all

@@ -21,10 +21,11 @@ from leakgauge.audit.cases import Case
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse, plain
 from leakgauge.audit.result import assemble
-from leakgauge.audit.store import Store, write_json
+from leakgauge.audit.store import Store
 from leakgauge.audit.verdict import judge_control
 from leakgauge.audit.workers import Run, in_processes
 from leakgauge.errors import NotApplicable
+from leakgauge.files import write_json
 from leakgauge.fl.simulate import initial_model
 
 

@@ -14,37 +14,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
 from leakgauge.errors import PlanError
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write beside the target and rename: readers see the old file or the new one, never half."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be written: {error.strerror}; make room, or name another folder "
-            "with --out"
-        ) from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(path, (text + "\n").encode())
+from leakgauge.files import write_json
 
 
 class Store:

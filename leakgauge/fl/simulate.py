@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,7 +15,15 @@ from leakgauge.fl import aggregate
 from leakgauge.fl.local import minibatches, train
 from leakgauge.fl.partition import Iid, Partition
 from leakgauge.tensors import check_like, parameters, weighted_mean
-from leakgauge.types import Batch, Dataset, Defence, LocalTraining, Round
+from leakgauge.types import (
+    Batch,
+    Dataset,
+    Defence,
+    LocalTraining,
+    Round,
+    Tampered,
+    Target,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,44 @@ def simulate(
         if progress:
             progress(index + 1, scenario.rounds)
     return _play(scenario, model, shards, scenario.rounds, rng)[0]
+
+
+def target(round_: Round, public: Dataset | None = None) -> Target:
+    """What a malicious server holds before this round. Nothing in it comes from a client."""
+    return Target(
+        model=copy.deepcopy(round_.model),
+        shape=round_.shape,
+        classes=round_.classes,
+        training=round_.training,
+        records=round_.sizes[0],
+        clients=len(round_.truths),
+        public=public,
+    )
+
+
+def tampered(
+    round_: Round, sent: Tampered, rng: torch.Generator, defence: Defence | None = None
+) -> Round:
+    """The same round, had the server sent `sent`: the same clients, records and training."""
+    clients = len(round_.truths)
+    models = sent.models * clients if len(sent.models) == 1 else sent.models
+    if len(models) != clients:
+        raise InputError(
+            f"the attack made {len(models)} models for {clients} clients: expected one, or one each"
+        )
+    trained = [
+        train(model, truth, round_.training, rng, defence)
+        for model, truth in zip(models, round_.truths, strict=True)
+    ]
+    updates = tuple(one.update for one in trained)
+    after = aggregate.step(parameters(models[0]), updates, round_.weights, 1.0)
+    return replace(
+        round_,
+        model=copy.deepcopy(models[0]),
+        updates=updates,
+        after=after,
+        secret=sent.secret,
+    )
 
 
 def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from leakgauge.audit import schema
-from leakgauge.audit.store import write_atomic
+from leakgauge.files import write_atomic
 from leakgauge.report import diff, html, markdown, pdf, references
 from leakgauge.report.contents import Images
 
