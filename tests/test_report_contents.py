@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sample_result import failed, sample
 from scipy.stats import binomtest
 
-from leakgauge.report import contents, figures
+from leakgauge.report import annex, contents, figures, wording
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def result(tmp_path):
 @pytest.mark.parametrize(("hits", "records"), [(0, 5), (5, 5), (3, 8), (40, 100), (1, 1)])
 def test_the_interval_of_a_share_is_wilson_s(hits, records):
     known = binomtest(hits, records).proportion_ci(method="wilson")
-    assert contents.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
+    assert wording.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -37,30 +37,30 @@ def test_the_interval_of_a_share_is_wilson_s(hits, records):
     ],
 )
 def test_durations_read_well(seconds, text):
-    assert contents.duration(seconds) == text
+    assert wording.duration(seconds) == text
 
 
 def test_numbers_read_well():
-    assert contents.decibels(21.449) == "21.4\xa0dB"
-    assert contents.decibels(None) == contents.percent(None) == contents.change(None) == "–"
-    assert contents.percent(0.125) == "12\xa0%"
-    assert contents.change(-3.14) == "−3.1\xa0dB"
-    assert contents.change(2.0) == "+2.0\xa0dB"
-    assert contents.span((1.0, 2.25)) == "1.0–2.2"
-    assert contents.span((-1.0, 2.0)) == "-1.0 to 2.0"
-    assert contents.count(1, "trial") == "1 trial"
-    assert contents.count(1200, "trial") == "1,200 trials"
-    assert contents.shortened("abc", 3) == "abc"
-    assert contents.shortened("abcd", 3) == "abc … (1 more characters)"
+    assert wording.decibels(21.449) == "21.4\xa0dB"
+    assert wording.decibels(None) == wording.percent(None) == wording.change(None) == "–"
+    assert wording.percent(0.125) == "12\xa0%"
+    assert wording.change(-3.14) == "−3.1\xa0dB"
+    assert wording.change(2.0) == "+2.0\xa0dB"
+    assert wording.span((1.0, 2.25)) == "1.0–2.2"
+    assert wording.span((-1.0, 2.0)) == "-1.0 to 2.0"
+    assert wording.count(1, "trial") == "1 trial"
+    assert wording.count(1200, "trial") == "1,200 trials"
+    assert wording.shortened("abc", 3) == "abc"
+    assert wording.shortened("abcd", 3) == "abc … (1 more characters)"
 
 
 @given(st.text())
 def test_tidy_text_steers_nothing(text):
-    tidied = contents.tidy(text)
+    tidied = wording.tidy(text)
     assert len(tidied) == len(text)
     steering = {*map(chr, range(9)), *map(chr, range(11, 32)), "\x7f", "\u202e", "\u2066", "\x9b"}
     assert not set(tidied) & steering
-    assert contents.tidy("é→≥–日本\n\t🙂") == "é→≥–日本\n\t🙂"
+    assert wording.tidy("é→≥–日本\n\t🙂") == "é→≥–日本\n\t🙂"
 
 
 plans = st.recursive(
@@ -91,7 +91,7 @@ def has_none_in_list(value):
 @given(st.dictionaries(st.text("ab -.é"), plans, max_size=5))
 def test_the_plan_is_printed_as_toml_that_reads_back(plan):
     if not has_none_in_list(plan):  # TOML has no null
-        assert tomllib.loads(contents.plan_text({"plan": plan})) == without_none(plan)
+        assert tomllib.loads(annex.plan_text({"plan": plan})) == without_none(plan)
 
 
 def test_settings_are_named_like_the_rows_of_the_plan(result):
@@ -154,7 +154,7 @@ def test_the_ledger_counts_every_measured_row_once(result):
     best = max(
         row["scores"]["psnr"]["median"] for row in result["summary"] if row["realism"] == "oracle"
     )
-    assert lines["oracle"].highest == contents.decibels(best)
+    assert lines["oracle"].highest == wording.decibels(best)
     assert lines["informed"].highest == "–"
 
 
@@ -194,7 +194,7 @@ def test_no_risk_is_named_where_a_mean_image_does_as_well(result):
 @pytest.mark.parametrize(("error", "text"), [(0.16, "16\xa0% too high"), (-0.4, "40\xa0% too low")])
 def test_the_forecast_says_how_wrong_it_was(result, error, text):
     result["times"]["forecast"]["error"] = error
-    assert text in dict(contents.annex(result, None))["Forecast"]
+    assert text in dict(annex.annex(result, None))["Forecast"]
 
 
 def test_many_classes_and_seeds_are_listed_in_part(result):
@@ -202,12 +202,12 @@ def test_many_classes_and_seeds_are_listed_in_part(result):
     scope = dict(contents.scope(result))
     assert scope["Classes"].startswith("1,000: c0, c1")
     assert scope["Classes"].endswith("c9 and 990 more")
-    assert contents._listed(list(range(25))).endswith("19 and 5 more")
+    assert wording.listed(list(range(25))).endswith("19 and 5 more")
 
 
 def test_a_checksum_that_cannot_be_made_is_said(tmp_path, result):
     (tmp_path / "result.json").unlink()
-    assert "was not beside this report" in contents.checksum(tmp_path)
+    assert "was not beside this report" in annex.checksum(tmp_path)
 
 
 # Figures

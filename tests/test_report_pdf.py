@@ -11,7 +11,7 @@ from test_schema import schema_1
 
 from leakgauge.audit import schema
 from leakgauge.errors import InputError
-from leakgauge.report import contents, pdf, write
+from leakgauge.report import annex, pdf, write
 
 fpdf = pytest.importorskip("fpdf", reason="fpdf2 (the extra [pdf]) is not installed")
 
@@ -67,7 +67,7 @@ def test_it_is_a_pdf_with_the_verdict_and_the_tables(result, folder, shown, word
     assert "needs a linear layer → there is none" in text
     assert "the objective was still falling at the end" in text
     assert "Hannah Dröge" in text
-    assert contents.checksum(folder) in text
+    assert annex.checksum(folder) in text
     assert "batch_size = 8" in text
 
 

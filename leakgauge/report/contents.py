@@ -6,25 +6,31 @@ functions are pure; a result is the table that `audit.schema.load` returns.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from leakgauge.errors import InputError
+from leakgauge.report.wording import (
+    MOST_LISTED,
+    NOTHING,
+    SPACE,
+    count,
+    decibels,
+    listed,
+    percent,
+    shortened,
+    span,
+    table,
+    tables,
+    toml,
+    wilson,
+)
 
 Result: TypeAlias = dict[str, Any]
 Row: TypeAlias = dict[str, Any]
 Images: TypeAlias = Literal["show", "blur", "hide"]
 
-NOTHING = "–"
-SPACE = "\N{NO-BREAK SPACE}"
-MOST_LISTED = 20  # entries of a list that could be as long as the audit
-MOST_CHARACTERS = 4_000  # of one error or one traceback
 
 REALISM = {
     "realistic": "the attacker holds only what the protocol shows anyway",
@@ -51,6 +57,13 @@ ACTORS = {
         "any other client's update or images",
     ),
 }
+MALICIOUS = {
+    actor: (who, f"{ACTORS[actor][1]}; it may change the model that it sends", ACTORS[actor][2])
+    for actor, who in {
+        "server": "A malicious server",
+        "aggregate": "A malicious server behind secure aggregation",
+    }.items()
+}
 RISKS = {
     "low": "below 10 dB: little can be recognised",
     "medium": "from 10 dB: a small portion of the records can be recognised",
@@ -64,84 +77,6 @@ OUTCOMES = {
     "failed": "Failed",
 }
 NO_VERDICT = "No verdict"
-
-
-# Numbers as text
-
-
-def decibels(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1f}{SPACE}dB"
-
-
-def percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{100 * value:.0f}{SPACE}%"
-
-
-def span(pair: tuple[float, float] | list[float]) -> str:
-    low, high = f"{pair[0]:.1f}", f"{pair[1]:.1f}"
-    return f"{low} to {high}" if "-" in low + high else f"{low}–{high}"
-
-
-def change(value: float | None) -> str:
-    """A difference in decibels, with its sign."""
-    return NOTHING if value is None else f"{value:+.1f}{SPACE}dB".replace("-", "\N{MINUS SIGN}")
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def tidy(text: str) -> str:
-    """Text without characters that steer a terminal or turn the reading direction."""
-    if text.isprintable():
-        return text
-    return "".join(c if c in "\n\t" or _harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _harmless(character: str) -> bool:
-    # Cc: control; Cs: half a character; Cf: invisible, among them those that turn the direction
-    return unicodedata.category(character) not in ("Cc", "Cs") and character not in _TURNS
-
-
-_TURNS = {chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-
-
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
-
-
-def wilson(share: float, records: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927): stays within 0 and 1, and is honest at both ends."""
-    z = 1.96
-    centre = share + z * z / (2 * records)
-    half = z * math.sqrt(share * (1 - share) / records + z * z / (4 * records * records))
-    scale = 1 + z * z / records
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
-
-
-# Looking into tables whose keys are the user's
-
-
-def table(value: Any, *keys: str) -> dict[str, Any]:
-    """The table below these keys; empty if there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
-def tables(value: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The array of tables at this key; empty if there is none."""
-    found = value.get(key)
-    return [t for t in found if isinstance(t, dict)] if isinstance(found, list) else []
 
 
 def check_images(images: str) -> None:
@@ -252,12 +187,12 @@ def scope(result: Result) -> list[tuple[str, str]]:
     training = table(plan, "training")
     channels, height, width = federation["shape"]
     names = federation["classes"]
-    listed = ", ".join(names[:10]) + (f" and {len(names) - 10:,} more" if len(names) > 10 else "")
+    classes = ", ".join(names[:10]) + (f" and {len(names) - 10:,} more" if len(names) > 10 else "")
     rows = [
         ("Model", f"{federation['model']}, {federation['parameters']:,} parameters"),
         ("Data", f"{federation['data']}, {count(federation['records'], 'record')}"),
         ("Record", f"{channels} × {height} × {width} (channels × height × width)"),
-        ("Classes", f"{len(names):,}: {listed}"),
+        ("Classes", f"{len(names):,}: {classes}"),
     ]
     if training:
         rows.append(("Local training", _training(training)))
@@ -269,8 +204,8 @@ def scope(result: Result) -> list[tuple[str, str]]:
     rounds = sorted({trial["round"] for trial in done})
     seeds = sorted({trial["seed"] for trial in done})
     rows += [
-        ("Attacked rounds", _listed(rounds) + " (0 is the untrained model)" if rounds else NOTHING),
-        ("Seeds", f"{len(seeds)}: {_listed(seeds)}" if seeds else NOTHING),
+        ("Attacked rounds", listed(rounds) + " (0 is the untrained model)" if rounds else NOTHING),
+        ("Seeds", f"{len(seeds)}: {listed(seeds)}" if seeds else NOTHING),
         ("Trials", _trial_counts(result)),
     ]
     return rows
@@ -283,11 +218,6 @@ def _training(training: dict[str, Any]) -> str:
     words += [str(training["optimiser"])] if "optimiser" in training else []
     words += [f"batch norm {training['batch_norm']}"] if "batch_norm" in training else []
     return ", ".join(words)
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:MOST_LISTED])
-    return shown + (f" and {len(numbers) - MOST_LISTED:,} more" * (len(numbers) > MOST_LISTED))
 
 
 def _trial_counts(result: Result) -> str:
@@ -312,7 +242,7 @@ def threat_sentence(result: Result) -> str:
     threat = result["threat"]
     if not threat:
         return "This result was written before the threat model was part of it; see the plan."
-    who = ACTORS[threat["actor"]][0]
+    who = (MALICIOUS if threat.get("malicious") else ACTORS)[threat["actor"]][0]
     victim = f" against client {threat['client']}" if threat["actor"] == "server" else ""
     return f"{who}{victim}. Its numbers are {threat['realism']}: {REALISM[threat['realism']]}."
 
@@ -322,7 +252,7 @@ def knowledge(result: Result) -> list[Knowledge]:
     threat = result["threat"]
     if not threat:
         return []
-    _, sees, misses = ACTORS[threat["actor"]]
+    _, sees, misses = (MALICIOUS if threat.get("malicious") else ACTORS)[threat["actor"]]
     words = threat["knowledge"]
     return [
         Knowledge("sees", sees, True),
@@ -640,81 +570,3 @@ def limits(result: Result, images: Images) -> list[str]:
             "stay in the folder of the audit."
         )
     return texts
-
-
-# Annex
-
-
-def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
-    """What is needed to find and repeat this audit."""
-    times = result["times"]
-    rows = [
-        *([("result.json, sha256", checksum(folder))] if folder else []),
-        ("Plan, sha256", result["fingerprint"]),
-        ("Schema", str(result["schema"])),
-        ("LeakGauge", result["leakgauge"]),
-        *((name, version) for name, version in result["versions"].items()),
-        ("Seeds", _listed(sorted({trial["seed"] for trial in result["trials"]})) or NOTHING),
-        ("Finished", times["finished"] or NOTHING),
-        ("CPU time", duration(times["cpu_seconds"])),
-    ]
-    if times["wall_seconds"] is not None:
-        rows.append(("Wall time", duration(times["wall_seconds"])))
-    if forecast := times["forecast"]:
-        error = forecast["error"]
-        rows.append(
-            (
-                "Forecast",
-                f"{duration(forecast['cpu_seconds'])} of CPU time, {forecast['megabytes']:.0f} MB"
-                + (f"; {_forecast_error(error)}" if error is not None else ""),
-            )
-        )
-    return rows
-
-
-def _forecast_error(error: float) -> str:
-    return f"it was {percent(abs(error))} too {'high' if error > 0 else 'low'}"
-
-
-def checksum(folder: Path) -> str:
-    """sha256 of the result.json in this folder, by which a report belongs to it."""
-    try:
-        return hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()
-    except OSError:
-        return "result.json was not beside this report when it was made"
-
-
-def plan_text(result: Result) -> str:
-    """The plan as TOML; keys without a value are left out."""
-    return shortened("\n".join(_toml_lines(result["plan"], ())).strip() + "\n", 40_000)
-
-
-def _toml_lines(content: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-    lines, below = [], []
-    for key, value in content.items():
-        name = ".".join(_toml_key(part) for part in (*path, key))
-        if value is None:
-            continue
-        if isinstance(value, dict) and (not path or len(value) > 3):
-            below += ["", f"[{name}]", *_toml_lines(value, (*path, key))]
-        elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
-            for item in value:
-                below += ["", f"[[{name}]]", *_toml_lines(item, (*path, key))]
-        else:
-            lines.append(f"{_toml_key(key)} = {toml(value)}")
-    return lines + below
-
-
-def toml(value: Any) -> str:
-    """A value of a plan on one line."""
-    if isinstance(value, dict):
-        pairs = (f"{_toml_key(k)} = {toml(v)}" for k, v in value.items() if v is not None)
-        return f"{{ {', '.join(pairs)} }}"
-    if isinstance(value, list):
-        return f"[{', '.join(toml(item) for item in value)}]"
-    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans
-
-
-def _toml_key(key: str) -> str:
-    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return key if plain else json.dumps(key, ensure_ascii=False)

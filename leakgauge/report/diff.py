@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leakgauge.report import contents
-from leakgauge.report.contents import NOTHING, Result, Row
+from leakgauge.report import contents, wording
+from leakgauge.report.contents import Result, Row
+from leakgauge.report.wording import NOTHING
 
 Key = tuple[int, str, str]
 
@@ -76,7 +77,7 @@ def tables(comparison: Comparison) -> list[Table]:
     head.add_row("verdict", *comparison.outcomes)
     for key, *values in comparison.plans:
         head.add_row(
-            _text(key), *(NOTHING if v is None else _text(contents.toml(v)) for v in values)
+            _text(key), *(NOTHING if v is None else _text(wording.toml(v)) for v in values)
         )
     rows = Table(
         title="Medians of the PSNR in dB, and labels found",
@@ -122,12 +123,12 @@ def _change(key: Key, a: Row | None, b: Row | None) -> Change:
 
 
 def _median(row: Row | None, metric: str = "psnr") -> float | None:
-    value: float | None = contents.table(row, "scores", metric).get("median")
+    value: float | None = wording.table(row, "scores", metric).get("median")
     return value
 
 
 def _interval(row: Row | None) -> list[float] | None:
-    value: list[float] | None = contents.table(row, "scores", "psnr").get("interval")
+    value: list[float] | None = wording.table(row, "scores", "psnr").get("interval")
     return value
 
 
@@ -136,7 +137,7 @@ def _apart(a: list[float] | None, b: list[float] | None) -> bool:
 
 
 def _accuracy(row: Row | None) -> float | None:
-    value: float | None = contents.table(row, "labels").get("accuracy")
+    value: float | None = wording.table(row, "labels").get("accuracy")
     return value
 
 
@@ -172,7 +173,7 @@ def _cells(row: Change) -> list[str]:
     return [
         *_each(row.psnr, lambda value: f"{value:.1f}"),
         change,
-        *_each(row.labels, contents.percent),
+        *_each(row.labels, wording.percent),
     ]
 
 
@@ -181,4 +182,4 @@ def _each(both: Both, show: Callable[[float], str]) -> list[str]:
 
 
 def _text(value: str) -> Text:
-    return Text(contents.tidy(value))
+    return Text(wording.tidy(value))

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from leakgauge.report import contents, figures, pictures, references
+from leakgauge.report import annex, contents, figures, pictures, references, wording
 from leakgauge.report.contents import Images, Result
 
 MOST_STRIPS = 60  # rows drawn; the table has all
@@ -36,9 +36,9 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         script=script,
         pips=RISK_PIPS,
         risks=contents.RISKS,
-        decibels=contents.decibels,
-        percent=contents.percent,
-        change=contents.change,
+        decibels=wording.decibels,
+        percent=wording.percent,
+        change=wording.change,
         images=images,
         result=result,
         outcome=contents.outcome(result),
@@ -62,8 +62,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         limits=contents.limits(result, images),
         ledger=contents.ledger(result),
         references=references.used(result),
-        annex=contents.annex(result, folder),
-        plan=contents.plan_text(result),
+        annex=annex.annex(result, folder),
+        plan=annex.plan_text(result),
     )
 
 
@@ -208,7 +208,7 @@ def _template() -> Template:
 def _finalize(value: Any) -> Any:
     """The last gate of every value of the page."""
     return (
-        contents.tidy(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+        wording.tidy(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
     )
 
 

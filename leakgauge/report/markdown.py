@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from leakgauge.report import contents, references
+from leakgauge.report import annex, contents, references, wording
 from leakgauge.report.contents import Result
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -70,13 +70,13 @@ def render(result: Result, folder: Path | None = None) -> str:
     papers = references.used(result)
     lines += ["", "## References", ""]
     lines += [f"{i}. {escape(p.line())} <{p.link}>" for i, p in enumerate(papers, 1)]
-    lines += ["", "## Annex", "", *_table(("", ""), _escaped(contents.annex(result, folder)))]
+    lines += ["", "## Annex", "", *_table(("", ""), _escaped(annex.annex(result, folder)))]
     return "\n".join(lines) + "\n"
 
 
 def escape(text: str) -> str:
     """Text that markdown shows as it is, on one line."""
-    text = " ".join(contents.tidy(text).split())
+    text = " ".join(wording.tidy(text).split())
     text = "".join(_ENTITIES.get(character, character) for character in text)
     text = _SPECIAL.sub(r"\\\1", text)
     text = _START.sub(lambda m: f"{m[1]}\\{m[2]}" if m[1] else f"\\{m[3]}", text)
@@ -123,8 +123,8 @@ def _control(result: Result) -> list[str]:
         (
             (
                 escape(entry["attack"]),
-                contents.decibels(entry["psnr"]),
-                contents.decibels(entry["baseline"]),
+                wording.decibels(entry["psnr"]),
+                wording.decibels(entry["baseline"]),
                 "broke it"
                 if entry["passed"]
                 else f"did not break it: {escape(entry['reason'] or 'no reason given')}",
@@ -144,8 +144,8 @@ def _why(result: Result) -> list[str]:
                 (
                     escape(rung["factor"]),
                     escape(rung["label"]),
-                    contents.decibels(rung["median"]),
-                    contents.change(rung["change"]),
+                    wording.decibels(rung["median"]),
+                    wording.change(rung["change"]),
                 )
                 for rung in explanation["rungs"]
             ),
@@ -155,7 +155,7 @@ def _why(result: Result) -> list[str]:
     if sensitivity := result["sensitivity"]:
         lines += [
             "",
-            f"Noise-to-gradient sensitivity: {contents.percent(sensitivity['noise'])} noise on "
+            f"Noise-to-gradient sensitivity: {wording.percent(sensitivity['noise'])} noise on "
             f"the pixels moves the gradient by {sensitivity['cosine_distance']:.2g} in cosine "
             "distance. " + escape(sensitivity["words"]),
         ]
@@ -170,8 +170,8 @@ def _trades(trades: list[contents.Trade]) -> list[str]:
                 str(trade.round),
                 escape(f"{trade.defence} {trade.settings}"),
                 escape(trade.row["attack"]),
-                contents.decibels(trade.row["scores"]["psnr"]["median"]),
-                contents.change(trade.change),
+                wording.decibels(trade.row["scores"]["psnr"]["median"]),
+                wording.change(trade.change),
                 trade.accuracy or "not measured",
             )
             for trade in trades

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leakgauge.errors import InputError
-from leakgauge.report import contents, pictures, references
+from leakgauge.report import annex, contents, pictures, references, wording
 from leakgauge.report.contents import Images, Result
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     _heading(pdf, "References")
     _list(pdf, [f"{paper.line()} {paper.link}" for paper in references.used(result)])
     _heading(pdf, "Annex")
-    _facts(pdf, contents.annex(result, folder))
-    _text(pdf, contents.plan_text(result), font="mono", size=7)
+    _facts(pdf, annex.annex(result, folder))
+    _text(pdf, annex.plan_text(result), font="mono", size=7)
     return bytes(pdf.output())
 
 
@@ -99,7 +99,7 @@ def _document(result: Result) -> FPDF:
     # The same result gives the same bytes: the date is that of the audit, not of the printing.
     pdf.set_creation_date(_date(result["times"]["finished"]))
     pdf.set_title(_known(pdf, f"{result['name']}: {contents.outcome(result)}"))
-    pdf.set_creator(f"LeakGauge {contents.tidy(result['leakgauge'])}")
+    pdf.set_creator(f"LeakGauge {wording.tidy(result['leakgauge'])}")
     pdf.add_page()
     return pdf
 
@@ -197,9 +197,9 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
             if content := pictures.png(folder, name, images):
                 pdf.image(content, x + k * (side + 1), top, side, side, keep_aspect_ratio=True)
         pdf.set_xy(x, top + side)
-        score = contents.decibels(pair.leak) if "psnr" in pair.trial["scores"] else ""
+        score = wording.decibels(pair.leak) if "psnr" in pair.trial["scores"] else ""
         caption = f"{score} {pair.trial['attack']}, {pair.trial['defence']}"
-        _text(pdf, contents.shortened(caption, 60), size=6, width=width)
+        _text(pdf, wording.shortened(caption, 60), size=6, width=width)
     pdf.set_xy(pdf.l_margin, top + height)
 
 
@@ -211,8 +211,8 @@ def _control(pdf: FPDF, result: Result) -> None:
     rows = [
         (
             entry["attack"],
-            contents.decibels(entry["psnr"]),
-            contents.decibels(entry["baseline"]),
+            wording.decibels(entry["psnr"]),
+            wording.decibels(entry["baseline"]),
             "broke it" if entry["passed"] else f"did not break it: {entry['reason'] or '–'}",
         )
         for entry in result["control"]
@@ -228,8 +228,8 @@ def _why(pdf: FPDF, result: Result) -> None:
             (
                 rung["factor"],
                 rung["label"],
-                contents.decibels(rung["median"]),
-                contents.change(rung["change"]),
+                wording.decibels(rung["median"]),
+                wording.change(rung["change"]),
             )
             for rung in explanation["rungs"]
         ]
@@ -250,8 +250,8 @@ def _defences(pdf: FPDF, result: Result) -> None:
             f"{trade.defence} {trade.settings}",
             str(trade.round),
             trade.row["attack"],
-            contents.decibels(trade.row["scores"]["psnr"]["median"]),
-            contents.change(trade.change),
+            wording.decibels(trade.row["scores"]["psnr"]["median"]),
+            wording.change(trade.change),
             trade.accuracy or "not measured",
         )
         for trade in trades[:MOST_ROWS]
@@ -332,14 +332,14 @@ def _table(
         for cells in [header, *rows] if any(header) else rows:
             row = drawn.row()
             for cell in cells:
-                row.cell(_known(pdf, contents.shortened(cell, MOST_IN_CELL)))
+                row.cell(_known(pdf, wording.shortened(cell, MOST_IN_CELL)))
     pdf.ln(1)
 
 
 def _known(pdf: FPDF, text: str) -> str:
     """The text with a box for each character that the fonts lack."""
     known = pdf.fonts["sans"].cmap  # type: ignore[union-attr]
-    return "".join(c if c in "\n" or ord(c) in known else "□" for c in contents.tidy(text))
+    return "".join(c if c in "\n" or ord(c) in known else "□" for c in wording.tidy(text))
 
 
 def _yes(value: bool) -> str:

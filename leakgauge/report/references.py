@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from leakgauge.report.contents import table, tables
+from leakgauge.report.wording import table, tables
 
 Result = dict[str, Any]
 

@@ -1,0 +1,78 @@
+"""The annex of a report: what is needed to find and repeat an audit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from leakgauge.report.contents import Result
+from leakgauge.report.wording import (
+    NOTHING,
+    duration,
+    listed,
+    percent,
+    shortened,
+    toml,
+    toml_key,
+)
+
+
+def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
+    """What is needed to find and repeat this audit."""
+    times = result["times"]
+    rows = [
+        *([("result.json, sha256", checksum(folder))] if folder else []),
+        ("Plan, sha256", result["fingerprint"]),
+        ("Schema", str(result["schema"])),
+        ("LeakGauge", result["leakgauge"]),
+        *((name, version) for name, version in result["versions"].items()),
+        ("Seeds", listed(sorted({trial["seed"] for trial in result["trials"]})) or NOTHING),
+        ("Finished", times["finished"] or NOTHING),
+        ("CPU time", duration(times["cpu_seconds"])),
+    ]
+    if times["wall_seconds"] is not None:
+        rows.append(("Wall time", duration(times["wall_seconds"])))
+    if forecast := times["forecast"]:
+        error = forecast["error"]
+        rows.append(
+            (
+                "Forecast",
+                f"{duration(forecast['cpu_seconds'])} of CPU time, {forecast['megabytes']:.0f} MB"
+                + (f"; {_forecast_error(error)}" if error is not None else ""),
+            )
+        )
+    return rows
+
+
+def _forecast_error(error: float) -> str:
+    return f"it was {percent(abs(error))} too {'high' if error > 0 else 'low'}"
+
+
+def checksum(folder: Path) -> str:
+    """sha256 of the result.json in this folder, by which a report belongs to it."""
+    try:
+        return hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()
+    except OSError:
+        return "result.json was not beside this report when it was made"
+
+
+def plan_text(result: Result) -> str:
+    """The plan as TOML; keys without a value are left out."""
+    return shortened("\n".join(_toml_lines(result["plan"], ())).strip() + "\n", 40_000)
+
+
+def _toml_lines(content: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    lines, below = [], []
+    for key, value in content.items():
+        name = ".".join(toml_key(part) for part in (*path, key))
+        if value is None:
+            continue
+        if isinstance(value, dict) and (not path or len(value) > 3):
+            below += ["", f"[{name}]", *_toml_lines(value, (*path, key))]
+        elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+            for item in value:
+                below += ["", f"[[{name}]]", *_toml_lines(item, (*path, key))]
+        else:
+            lines.append(f"{toml_key(key)} = {toml(value)}")
+    return lines + below

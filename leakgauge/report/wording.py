@@ -1,0 +1,108 @@
+"""Numbers and texts as a report writes them; and safe looks into tables that a user wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from typing import Any
+
+NOTHING = "–"
+SPACE = "\N{NO-BREAK SPACE}"
+MOST_LISTED = 20  # entries of a list that could be as long as the audit
+MOST_CHARACTERS = 4_000  # of one error or one traceback
+
+
+def decibels(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1f}{SPACE}dB"
+
+
+def percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{100 * value:.0f}{SPACE}%"
+
+
+def span(pair: tuple[float, float] | list[float]) -> str:
+    low, high = f"{pair[0]:.1f}", f"{pair[1]:.1f}"
+    return f"{low} to {high}" if "-" in low + high else f"{low}–{high}"
+
+
+def change(value: float | None) -> str:
+    """A difference in decibels, with its sign."""
+    return NOTHING if value is None else f"{value:+.1f}{SPACE}dB".replace("-", "\N{MINUS SIGN}")
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:MOST_LISTED])
+    return shown + (f" and {len(numbers) - MOST_LISTED:,} more" * (len(numbers) > MOST_LISTED))
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def tidy(text: str) -> str:
+    """Text without characters that steer a terminal or turn the reading direction."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or _harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _harmless(character: str) -> bool:
+    # Cc: control; Cs: half a character; Cf: invisible, among them those that turn the direction
+    return unicodedata.category(character) not in ("Cc", "Cs") and character not in _TURNS
+
+
+_TURNS = {chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def wilson(share: float, records: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927): stays within 0 and 1, and is honest at both ends."""
+    z = 1.96
+    centre = share + z * z / (2 * records)
+    half = z * math.sqrt(share * (1 - share) / records + z * z / (4 * records * records))
+    scale = 1 + z * z / records
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+# Looking into tables whose keys are the user's
+
+
+def table(value: Any, *keys: str) -> dict[str, Any]:
+    """The table below these keys; empty if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def tables(value: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The array of tables at this key; empty if there is none."""
+    found = value.get(key)
+    return [t for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+
+
+def toml(value: Any) -> str:
+    """A value of a plan on one line."""
+    if isinstance(value, dict):
+        pairs = (f"{toml_key(k)} = {toml(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans
+
+
+def toml_key(key: str) -> str:
+    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if plain else json.dumps(key, ensure_ascii=False)
