@@ -14,8 +14,15 @@ from leakgauge import metrics, models
 from leakgauge.attacks import smooth_to_sharp
 from leakgauge.attacks._matching import Adam, Lbfgs
 from leakgauge.attacks._objectives import squared
-from leakgauge.attacks.smooth_to_sharp import SmoothToSharp, distance, lengths, relative_squared
+from leakgauge.attacks.smooth_to_sharp import (
+    SmoothToSharp,
+    distance,
+    lengths,
+    recovered,
+    relative_squared,
+)
 from leakgauge.data.digits import digits
+from leakgauge.data.photos import photos
 from leakgauge.fl.local import train
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
 
@@ -176,3 +183,46 @@ def test_it_takes_models_without_a_linear_head_when_labels_are_known() -> None:
     )
     guess = SmoothToSharp(iterations=6, labels="known").reconstruct(seen, seeded())
     assert torch.equal(guess.labels, truth.labels)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- activations read exactly
+
+
+def test_recovered_activations_are_met_by_the_truth_and_by_nothing_else() -> None:
+    data = photos(size=16)
+    model = models.make(
+        "resnet-10", shape=(3, 16, 16), classes=5, init="kaiming-normal-fan-out", rng=seeded()
+    )
+    truth = Batch(data.inputs[:2], torch.tensor([3, 1]))
+    training = LocalTraining(batch_size=2, batch_norm="eval", mean=(0.5,) * 3, std=(0.25,) * 3)
+    update = train(model, truth, training, seeded()).update
+    seen = Observation(model, update, (3, 16, 16), 5, training=training, records=2)
+    penalty, labels, words = recovered(seen, seeded())
+    order = torch.stack([(truth.labels == label).nonzero()[0, 0] for label in labels])
+    assert sorted(labels.tolist()) == [1, 3]
+    assert float(penalty(truth.inputs[order])) < 1e-6
+    assert float(penalty(truth.inputs[order.flip(0)])) > 0.01
+    assert float(penalty(data.inputs[2:4])) > 0.01
+    assert "activations" in words
+
+
+def test_where_nothing_can_be_read_the_notes_say_so_and_the_search_is_the_same() -> None:
+    seen, _ = observed()
+    seen = dataclasses.replace(seen, training=LocalTraining(steps=2))
+    with_them, without = (
+        SmoothToSharp(iterations=6, activations=weight).reconstruct(seen, seeded())
+        for weight in (1.0, 0.0)
+    )
+    assert torch.equal(with_them.inputs, without.inputs)
+    assert [note for note in with_them.notes if "no activations to meet" in note]
+    assert not without.notes
+
+
+def test_the_activations_weigh_in_the_search() -> None:
+    seen, truth = observed()
+    plain, helped = (
+        SmoothToSharp(iterations=40, activations=weight).reconstruct(seen, seeded())
+        for weight in (0.0, 1.0)
+    )
+    assert "meets the activations" in helped.notes[0]
+    assert metrics.psnr(helped.inputs, truth.inputs) > metrics.psnr(plain.inputs, truth.inputs)

@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leakgauge.attacks._layers import last_linear
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, ready
+from leakgauge.fl.local import decay, minibatches, normalised, ready
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -307,8 +307,7 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
     places, pulls = _path(training, steps)
     unit = 1 / (training.lr * float(pulls.sum()))
     some = torch.linspace(0, steps - 1, min(steps, WAYPOINTS)).round().long()
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
-    images = (smooth_noise((STAND_INS, *seen.shape), rng) - mean) / std
+    images = normalised(smooth_noise((STAND_INS, *seen.shape), rng), training)
     model = ready(seen.model, training).float()
     before = {n: p.detach() for n, p in model.named_parameters() if n in seen.update}
     # What is left of the update without weight decay is a sum of gradients.

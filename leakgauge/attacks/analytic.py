@@ -26,7 +26,7 @@ from torch import Tensor
 
 from leakgauge.attacks._layers import first_linear
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches
+from leakgauge.fl.local import decay, minibatches, unnormalised
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -61,13 +61,9 @@ class Analytic:
         ratios = weight[rows] / bias[rows, None]  # (rows, pixels)
         order = bias[rows].abs().argsort(descending=True)
         found = grouped(ratios[order], self.tolerance)[: seen.records]
-        images = found.view(-1, *seen.shape)
-        mean, std = (
-            torch.tensor(v, dtype=images.dtype).view(1, -1, 1, 1)
-            for v in (seen.training.mean, seen.training.std)
-        )
+        images = unnormalised(found.view(-1, *seen.shape), seen.training)
         return Reconstruction(
-            inputs=(images * std + mean).clamp(0, 1).float(),
+            inputs=images.clamp(0, 1).float(),
             labels=None,
             residual=unexplained(weight, found),
             facts={"rows": int(rows.sum())},

@@ -23,7 +23,6 @@ records; images stay in [0, 1], and R is taken of them after normalisation, as t
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Mode
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Phases, constant, match, steps
+from leakgauge.attacks._matching import Adam, Phases, constant, match, shared, steps
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
@@ -75,7 +74,7 @@ class CoarseToFine:
         labels = infer(seen, self.labels, rng)
         weight = tv_weight(max(seen.shape[1:])) if self.tv is None else self.tv
         priors = ((total_variation(seen.training.std), constant(weight)),)
-        share = _shared(resources or Resources(), coarse * self.restarts + fine)
+        share = shared(resources, coarse * self.restarts + fine)
         late = support(self.support)
         first = match(
             seen,
@@ -165,23 +164,3 @@ def reweighted(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, l
     for d, gap, s in zip(v, gaps, scaled, strict=True):
         d.addcmul_(gap.sign_(), s)
     return value + magnitude, v
-
-
-def _shared(resources: Resources, total: int) -> Callable[[int], Resources]:
-    """What is left for a stage that begins after `done` of all iterations."""
-    begun = time.monotonic()
-
-    def stage(done: int) -> Resources:
-        seconds, progress = resources.seconds, resources.progress
-        if seconds is not None:
-            seconds = max(0.0, seconds - (time.monotonic() - begun))
-        if progress is not None:
-            report = progress
-            return replace(
-                resources,
-                seconds=seconds,
-                progress=lambda i, _, objective: report(done + i, total, objective),
-            )
-        return replace(resources, seconds=seconds)
-
-    return stage

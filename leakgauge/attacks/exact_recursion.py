@@ -32,7 +32,7 @@ from leakgauge.attacks._peeling import FOUND, Peeled, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, loss, minibatches, ready
+from leakgauge.fl.local import decay, loss, minibatches, ready, unnormalised
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -66,11 +66,11 @@ class ExactRecursion:
         assert seen.records is not None
         trace = Trace(seen.model, seen.shape)
         begun = separate(trace, gradient, seen.records, rng)
-        watch = _Watch(resources, total=trace.depth(begun.source) + seen.records)
+        watch = Watched(resources, total=trace.depth(begun.source) + seen.records)
         watch(begun.misfit)
         done = peel(trace, gradient, begun, watch)
         images, misfits = self._finish(trace, done, seen.records, rng, watch)
-        inputs = _unnormalised(images, seen.training).clamp(0, 1)
+        inputs = unnormalised(images, seen.training).clamp(0, 1)
         met = sum(misfit < FOUND for misfit in misfits)
         notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
         if met < seen.records:
@@ -96,7 +96,7 @@ class ExactRecursion:
         done: Peeled,
         records: int,
         rng: torch.Generator,
-        watch: _Watch,
+        watch: Watched,
     ) -> tuple[Tensor, list[float]]:
         """Normalised images, and how far each misses the activations known of it."""
         if trace.input in done.known:
@@ -117,7 +117,7 @@ class ExactRecursion:
         return torch.cat(images), misfits
 
 
-class _Watch:
+class Watched:
     """Progress and time of one reconstruction."""
 
     def __init__(self, resources: Resources, total: int):
@@ -180,11 +180,6 @@ def _check(model: nn.Module, training: LocalTraining, records: int) -> None:
 
 def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
-
-
-def _unnormalised(images: Tensor, training: LocalTraining) -> Tensor:
-    mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
-    return images * std + mean
 
 
 def _distance(seen: Observation, gradient: Named, inputs: Tensor, labels: Tensor) -> float:

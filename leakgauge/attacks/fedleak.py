@@ -48,7 +48,7 @@ from leakgauge.attacks._objectives import cosine as cosine_distance
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
-from leakgauge.fl.local import ready
+from leakgauge.fl.local import normalised, ready
 from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
 
 MaskBy: TypeAlias = Literal["guess", "observed"]
@@ -224,8 +224,7 @@ def activations(
 
     def penalty(x: Tensor) -> Tensor:
         sums.clear()
-        mean, std = (x.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
-        copied((x - mean) / std)
+        copied(normalised(x, training))
         return sum(sums[:-1], start=x.new_zeros(())) / len(x)
 
     return penalty

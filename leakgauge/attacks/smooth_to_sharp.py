@@ -14,6 +14,11 @@ cosine has become flat, and it sees the length of the gradient. The prior pays t
 the search ended at a *smaller* distance than with less. Beginning Adam afresh matters too: its
 memory of the smooth stage's slopes would carry over into the next.
 
+With `activations` > 0 the search also meets what the exact separation and recursion (see
+exact_recursion.py) read of the records without reaching the images: the mean over the known
+activations a of Σ‖a(x) − a‖² / Σ‖a‖² is added with that weight, and the labels are those read with
+them, record by record. Where nothing can be read the notes say why, and the search does without.
+
 Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
 Facts: `search_iterations` and `search_distance`, where the last stage began; `finish`, its kind.
 What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.md.
@@ -21,7 +26,7 @@ What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,11 +34,17 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Mode
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Lbfgs, constant, match, shared
+from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, match, shared
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
+from leakgauge.attacks._peeling import peel
 from leakgauge.attacks._priors import total_variation
+from leakgauge.attacks._separation import separate
 from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
+from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.exact_recursion import Watched, gradient_of
+from leakgauge.errors import NotApplicable
+from leakgauge.fl.local import normalised
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
@@ -52,6 +63,7 @@ class SmoothToSharp:
     lr: float = 0.2
     tv: float = 0.2
     basin: float = 0.02
+    activations: float = 0.0
     restarts: int = 1
     labels: LabelRule = "counts"
     start: Start = "normal"
@@ -66,6 +78,15 @@ class SmoothToSharp:
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
         labels = infer(seen, self.labels, rng)
+        priors: list[Prior] = []
+        notes: tuple[str, ...] = ()
+        if self.activations:
+            try:
+                penalty, labels, read = recovered(seen, rng, resources)
+                priors = [(penalty, constant(self.activations))]
+            except NotApplicable as reason:
+                read = f"no activations to meet: {reason}"
+            notes = (read,)
         counts = lengths(self.iterations)
         left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
         run: Reconstruction | None = None
@@ -78,7 +99,7 @@ class SmoothToSharp:
                 seen,
                 relative_squared if near else distance,
                 labels=labels,
-                priors=() if near else ((total_variation, constant(weight * self.tv)),),
+                priors=() if near else (*priors, (total_variation, constant(weight * self.tv))),
                 optimiser=Lbfgs() if near else Adam(rate * self.lr, cosine_decay(), signed=True),
                 iterations=max(count, 1),
                 restarts=1 if run else self.restarts,
@@ -93,7 +114,32 @@ class SmoothToSharp:
             )
             run = _joined(run, stage, "second order" if near else "first order")
         assert run is not None
-        return run
+        return replace(run, notes=notes + run.notes)
+
+
+def recovered(
+    seen: Observation, rng: torch.Generator, resources: Resources | None = None
+) -> tuple[Callable[[Tensor], Tensor], Tensor, str]:
+    """How far images miss the activations that the update tells, the labels in the order of those
+    activations, and what was read in words."""
+    gradient, training = gradient_of(seen), seen.training
+    assert training is not None
+    assert seen.records is not None
+    trace = Trace(seen.model, seen.shape)
+    begun = separate(trace, gradient, seen.records, rng)
+    watch = Watched(replace(resources or Resources(), progress=None), total=1)
+    known = peel(trace, gradient, begun, watch).known
+    known.pop(trace.input, None)
+    size = {node: float(value.square().sum()) for node, value in known.items()}
+
+    def penalty(x: Tensor) -> Tensor:
+        trace.module.to(x)  # it was double to read with
+        found = trace.forward(normalised(x, training), list(known))
+        off = [(found[n] - known[n].to(x)).square().sum() / size[n] for n in known]
+        return torch.stack(off).mean()
+
+    words = f"meets the activations read of {len(known)} layers, down to {list(known)[-1].name}"
+    return penalty, begun.labels, words
 
 
 def lengths(iterations: int) -> list[int]:

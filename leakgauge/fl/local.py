@@ -55,10 +55,29 @@ def loss(
 
     `labels` are classes (N,) or probabilities (N, C).
     """
-    mean, std = (inputs.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
+    entering = normalised(inputs, training)
     with _dropout(training, step, inputs.device):
-        logits = torch.func.functional_call(model, dict(values), ((inputs - mean) / std,))
+        logits = torch.func.functional_call(model, dict(values), (entering,))
     return F.cross_entropy(logits, labels)
+
+
+def normalised(images: Tensor, training: LocalTraining) -> Tensor:
+    """What the model sees of images in [0, 1]. Whole numbers are tokens, and stay as they are."""
+    if not images.is_floating_point():
+        return images
+    mean, std = _scale(images, training)
+    return (images - mean) / std
+
+
+def unnormalised(entering: Tensor, training: LocalTraining) -> Tensor:
+    """The images of which the model sees this."""
+    mean, std = _scale(entering, training)
+    return entering * std + mean
+
+
+def _scale(images: Tensor, training: LocalTraining) -> tuple[Tensor, Tensor]:
+    mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
+    return mean, std
 
 
 def _dropout(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from leakgauge.fl.local import _dropout
+from leakgauge.fl.local import _dropout, normalised
 from leakgauge.types import LocalTraining, Statistics
 
 
@@ -24,10 +24,9 @@ def batch_statistics(model: nn.Module, inputs: Tensor, training: LocalTraining) 
                 found[name] = channels.mean(1), channels.var(1, correction=0)
 
             hooks.append(module.register_forward_pre_hook(note))
-    mean, std = (inputs.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
     try:
         with _dropout(training, 0, inputs.device):  # the masks of the first local step
-            model((inputs - mean) / std)
+            model(normalised(inputs, training))
     finally:
         for hook in hooks:
             hook.remove()
