@@ -1,6 +1,7 @@
 """Attacks by what they see: one file a paper. Names with a leading underscore are shared parts."""
 
 from leakgauge.attacks._labels import RULES as LABEL_RULES
+from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.attacks.agic import AGIC
 from leakgauge.attacks.analytic import Analytic
 from leakgauge.attacks.bayes import BayesAttack
@@ -35,6 +36,7 @@ ATTACKS: dict[str, type[Attack]] = {
 }
 
 __all__ = [
+    "ACTIVE_ATTACKS",
     "AGIC",
     "ATTACKS",
     "DLG",

@@ -25,10 +25,19 @@ from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan, plain
 from leakgauge.audit.store import Store
 from leakgauge.errors import NotApplicable
-from leakgauge.fl import simulate
+from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.metrics.labels import chance, multiset_accuracy
-from leakgauge.types import Batch, Metric, Observation, Reconstruction, Resources, Round
+from leakgauge.types import (
+    ActiveAttack,
+    Attack,
+    Batch,
+    Metric,
+    Observation,
+    Reconstruction,
+    Resources,
+    Round,
+)
 
 HISTORY_POINTS = 200
 Progress: TypeAlias = Callable[[int, int, float], None]
@@ -58,9 +67,9 @@ class Bench:
         trial = case.header(self.plan) | {"status": "done", "error": None}
         began, cpu = time.monotonic(), time.process_time()
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
-        seen = threat.observe(round_, case.threat(self.plan))
+        threat.observe(round_, case.threat(self.plan))  # nor is this the attack's mistake
         try:
-            trial |= self._attack(case, round_, seen, progress)
+            trial |= self._attack(case, round_, progress)
         except NotApplicable as reason:
             trial |= {"status": "not applicable", "error": str(reason)}
         except Exception as error:
@@ -77,13 +86,13 @@ class Bench:
             self.store.keep(case.id, trial)
         return trial
 
-    def _attack(
-        self, case: Case, round_: Round, seen: Observation, progress: Progress
-    ) -> dict[str, Any]:
+    def _attack(self, case: Case, round_: Round, progress: Progress) -> dict[str, Any]:
         audit = self.plan.document.audit
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         attack_rng = rng_of(case.seed, f"attack/{case.attack}")
-        guess = self.plan.attacks[case.attack].reconstruct(seen, attack_rng, resources)
+        attack = self.plan.attacks[case.attack]
+        seen = self.observed(case, attack, round_, attack_rng, resources)
+        guess = attack.reconstruct(seen, attack_rng, resources)
         truth = threat.covered(round_, case.threat(self.plan))
         scored, paired = score(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
         zeros = [not value.any() for value in seen.update.values()]
@@ -97,6 +106,22 @@ class Bench:
             self.store.images / case.id, truth.inputs, paired, scored["scores"]["psnr"]
         )
         return scored
+
+    def observed(
+        self,
+        case: Case,
+        attack: Attack,
+        round_: Round,
+        rng: torch.Generator,
+        resources: Resources | None = None,
+    ) -> Observation:
+        """What the attacker of a case holds. One that changes the model has the clients of the
+        round train on what it sent."""
+        if isinstance(attack, ActiveAttack):
+            sent = attack.tamper(target(round_, self.plan.public), rng, resources)
+            client = rng_of(case.seed, "tampered")
+            round_ = tampered(round_, sent, client, case.scenario(self.plan).defence)
+        return threat.observe(round_, case.threat(self.plan))
 
     def simulated(self, case: Case, progress: Progress | None = None) -> Round:
         """The round of a case, kept while the next cases share it."""

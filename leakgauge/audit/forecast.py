@@ -10,17 +10,17 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from leakgauge import threat
 from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, rng_of
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.store import Store
 from leakgauge.errors import NotApplicable
-from leakgauge.types import Attack, Observation
+from leakgauge.types import Attack
 
 SHORT, LONG = (
     2,
@@ -57,8 +57,13 @@ def forecast(plan: Plan) -> Forecast:
     began = time.process_time()
     round_ = bench.simulated(first)
     simulation = time.process_time() - began
-    seen = threat.observe(round_, first.threat(plan))
-    found = tuple(_try(name, attack, seen) for name, attack in plan.attacks.items())
+
+    def timed(attack: Attack) -> float:
+        began, rng = time.process_time(), rng_of(0, "calibration")
+        attack.reconstruct(bench.observed(first, attack, round_, rng), rng)
+        return time.process_time() - began
+
+    found = tuple(_try(name, attack, timed) for name, attack in plan.attacks.items())
     planned = cases.trials(plan)
     controls = cases.controls(plan) if plan.document.audit.control else []
     extra = [case for case in controls if case.kind == "control"]
@@ -70,13 +75,13 @@ def forecast(plan: Plan) -> Forecast:
     return Forecast(found, len(planned) + len(extra), total, _peak_megabytes())
 
 
-def _try(name: str, attack: Attack, seen: Observation) -> Applicability:
+def _try(name: str, attack: Attack, timed: Callable[[Attack], float]) -> Applicability:
     try:
         if not hasattr(attack, "iterations"):
-            return Applicability(name, None, _timed(attack, seen))
+            return Applicability(name, None, timed(attack))
         wanted = attack.iterations * getattr(attack, "restarts", 1)
-        _timed(_shortened(attack, 1), seen)  # warms up
-        short, long = (_timed(_shortened(attack, count), seen) for count in (SHORT, LONG))
+        timed(_shortened(attack, 1))  # warms up
+        short, long = (timed(_shortened(attack, count)) for count in (SHORT, LONG))
         each = max(0.0, long - short) / (LONG - SHORT)
         return Applicability(name, None, short + each * max(0, wanted - SHORT))
     except NotApplicable as reason:
@@ -89,12 +94,6 @@ def _shortened(attack: Attack, iterations: int) -> Attack:
     change = {"iterations": iterations} | ({"restarts": 1} if hasattr(attack, "restarts") else {})
     short: Attack = replace(attack, **change)  # type: ignore[type-var]
     return short
-
-
-def _timed(attack: Attack, seen: Observation) -> float:
-    began = time.process_time()
-    attack.reconstruct(seen, rng_of(0, "calibration"))
-    return time.process_time() - began
 
 
 def _peak_megabytes() -> float:

@@ -15,7 +15,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch import nn
 
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
-from leakgauge.attacks import ATTACKS, ExactRecursion
+from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.config import build, choose, did_you_mean
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
@@ -42,7 +42,9 @@ NO_DEFENCE = "none"
 class Federation:
     """The user's own system. `model` and `data` are a name or a table with a name and options;
     `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `rounds` lists
-    the attack stages: honest rounds played before the one that is attacked."""
+    the attack stages: honest rounds played before the one that is attacked. `public` records are
+    set aside for a malicious server: no client holds them (default: a quarter, at most a thousand,
+    if `threat.malicious`)."""
 
     model: str | Table
     data: str | Table
@@ -56,6 +58,7 @@ class Federation:
     weighting: Weighting = "records"
     partition: str | Table = "iid"
     rounds: tuple[int, ...] = (0,)
+    public: int | None = None
 
     def __post_init__(self) -> None:
         if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
@@ -64,6 +67,8 @@ class Federation:
             )
         if self.clients < 1:
             raise ValueError(f"clients must be at least 1, got {self.clients}")
+        if self.public is not None and self.public < 0:
+            raise ValueError(f"public must be 0 or more records, got {self.public}")
         if not 0 < self.training.lr < math.inf:
             raise ValueError(
                 f"training.lr must be positive and finite, got {self.training.lr}: "
@@ -149,12 +154,14 @@ class Document:
 @dataclass(frozen=True)
 class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
-    that the file names; the exact recursion is run without being asked."""
+    that the file names; the exact recursion is run without being asked. `data` is what the clients
+    share out, `public` what was set aside before."""
 
     name: str
     document: Document
     folder: Path
     data: Dataset
+    public: Dataset
     attacks: Mapping[str, Attack]
     defences: Mapping[str, Defence | None]
     partition: Partition
@@ -235,7 +242,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
     document = build(Document, table, name)
     federation = document.federation
-    attacks = _each(ATTACKS, document.attack, "attack")
+    attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
     asked = tuple(attacks)
@@ -249,11 +256,13 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     defences = _each(DEFENCES, document.defence, "defence")
     records = _load(federation.data, folder)
     _check_normalisation(federation.training, records)
+    public, private = _set_aside(records, federation.public, document.threat.malicious)
     return Plan(
         name=name,
         document=document,
         folder=folder,
-        data=records,
+        data=private,
+        public=public,
         attacks=attacks,
         defences=defences,
         partition=partition,
@@ -349,6 +358,25 @@ def _load(value: str | Table, folder: Path) -> Dataset:
         raise PlanError(  # whatever the user's own code raised
             f"federation.data: {name!r} failed ({type(error).__name__}: {error})"
         ) from error
+
+
+def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Dataset, Dataset]:
+    """The public records and the others, drawn by a fixed seed: the same in every trial."""
+    if count is None:
+        count = min(1000, len(records) // 4) if malicious else 0
+    if count >= len(records):
+        raise PlanError(
+            f"federation.public sets {count} records aside, but {records.name} has only "
+            f"{len(records)}: leave some for the clients"
+        )
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
+    if not count:
+        order = torch.arange(len(records))
+    chosen, rest = order[:count].sort().values, order[count:].sort().values
+    public, private = (
+        replace(records, inputs=records.inputs[i], labels=records.labels[i]) for i in (chosen, rest)
+    )
+    return public, private
 
 
 def _import_from(folder: Path, name: str) -> None:

@@ -89,6 +89,7 @@ def _threat(plan: Plan) -> dict[str, Any]:
     return {
         "actor": model.actor,
         "client": model.client,
+        "malicious": model.malicious,
         "holds": sorted(held),
         "withheld": sorted(set(threat.KNOWLEDGE) - held),
         "realism": threat.realism(model),

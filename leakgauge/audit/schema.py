@@ -127,6 +127,7 @@ RESULT = {
         {
             "actor": {"server", "aggregate", "client"},
             "client": int,
+            "malicious?": bool,
             "holds": [str],
             "withheld": [str],
             "realism": REALISM,
