@@ -97,6 +97,7 @@ PRINTED = {"variant": "printed"}
 COST = {
     C2F: (1.25, 1.0),
     OURS: (1.45, 1.2),
+    f"{OURS}-activations": (2.0, 1.6),
     FEDLEAK: (2.0, 2.6),
     f"{FEDLEAK}-pixels": (2.0, 2.1),
     f"{FEDLEAK}-printed": (4.0, 6.0),
@@ -186,6 +187,11 @@ G = [
     row(s, a, 500 if s.size == 16 else 200, runs={4: 3, 8: 2}[s.batch], here=s.name != "batch-8")
     for s in G_SETUPS
     for a in (IG, OURS, FEDLEAK)
+]
+G += [  # with what the exact recursion reads as extra targets
+    row(s, OURS, 500, "activations", options={"activations": 1.0}, runs={4: 3, 8: 2}[s.batch])
+    for s in G_SETUPS
+    if s.size == 16
 ]
 
 # --- (h) generator against pixels, Sigmoid and train mode -----------------------------------------
