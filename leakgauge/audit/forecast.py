@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from leakgauge import threat
 from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, rng_of
 from leakgauge.audit.plan import Plan
@@ -57,6 +58,7 @@ def forecast(plan: Plan) -> Forecast:
     began = time.process_time()
     round_ = bench.simulated(first)
     simulation = time.process_time() - began
+    threat.observe(round_, first.threat(plan))  # a wrong threat model is no attack's mistake
 
     def timed(attack: Attack) -> float:
         began, rng = time.process_time(), rng_of(0, "calibration")
