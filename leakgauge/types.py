@@ -230,7 +230,7 @@ class Received:
 
     `state` is as it came: anything may be in it. `model` is the client's own network with that
     state, or None when it did not fit; `fresh` the same network as the client itself initialises
-    it. A detector changes neither.
+    it. A detector changes neither. `make` initialises more of them, from torch's global generator.
     """
 
     state: Mapping[str, Any]
@@ -239,6 +239,7 @@ class Received:
     training: LocalTraining
     batch: Batch | None = None
     history: History | None = None
+    make: Callable[[], nn.Module] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,67 @@
+"""What the detectors share: a copy to run, records to run it on, and the worst of many scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from leakgauge.fl.local import ready
+from leakgauge.types import Batch, LocalTraining
+
+
+def worst(scores: Mapping[str, float]) -> tuple[str, float]:
+    """The tensor with the largest score. NaN is larger than any number: it must fire."""
+    name = max(scores, key=lambda n: (math.isnan(scores[n]), scores[n]))
+    return name, scores[name]
+
+
+def wide(value: Tensor) -> Tensor:
+    """At least float32, detached: half precision would round the score itself."""
+    value = value.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def prepared(model: nn.Module, training: LocalTraining) -> nn.Module:
+    """A copy in the modes of the training; half precision is widened, for CPUs lack its kernels."""
+    double = any(p.dtype == torch.float64 for p in model.parameters())
+    return ready(model, training).to(torch.float64 if double else torch.float32)
+
+
+def chosen(batch: Batch, model: nn.Module, limit: int, rng: torch.Generator) -> Batch:
+    """At most `limit` records, drawn by `rng`, in the precision of a `prepared` model."""
+    picked = torch.randperm(len(batch), generator=rng)[:limit].to(batch.inputs.device)
+    return fitted(Batch(batch.inputs[picked], batch.labels[picked]), model)
+
+
+def fitted(batch: Batch, model: nn.Module) -> Batch:
+    """The records in the precision of a `prepared` model; whole numbers (tokens) stay."""
+    inputs = batch.inputs.detach()
+    if inputs.is_floating_point():
+        inputs = inputs.to(next((p.dtype for p in model.parameters()), torch.float32))
+    return Batch(inputs, batch.labels)
+
+
+def matrices(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Every parameter of two dimensions or more as rows (one a unit or filter), with its bias.
+
+    Queries, keys and values that share one tensor (three times as many rows as columns) come apart:
+    an attack may change one of them only.
+    """
+    for name, value in named.items():
+        if value.dim() < 2 or not value.numel():
+            continue
+        rows = wide(value).flatten(1)
+        bias = named.get(name[: -len("weight")] + "bias") if name.endswith("weight") else None
+        bias = wide(bias) if bias is not None and bias.shape == value.shape[:1] else None
+        if len(rows) == 3 * rows.shape[1]:
+            for k in range(3):
+                part = slice(k * rows.shape[1], (k + 1) * rows.shape[1])
+                label = f"{name}[{part.start}:{part.stop}]"
+                yield label, rows[part], None if bias is None else bias[part]
+        else:
+            yield name, rows, bias

@@ -1,0 +1,203 @@
+"""Static weight tests — the marks that hand-made models bear. Our own.
+
+On every parameter matrix (rows: units or filters; queries, keys and values apart):
+
+    duplicate rows      share of the non-zero rows with |cos| > .98 to another row
+    zero rows           share of rows with a norm below 1e-6 of the largest
+    near-zero entries   share of entries below 1e-6 of the root mean square
+    bias dominance      max|b| / median row norm
+    stable rank         k·σ₁²/‖W‖² of k ≤ 64 rows: 1 for orthogonal rows, k for parallel ones
+    magnitude pairs     share of 8 rows whose negative entries are their positive ones, rescaled
+
+The stable rank is reported and decides nothing: overfitted networks have a low one too. Only naive
+trap weights pair exactly, and honest rows never do. A tensor that bears a mark in the client's own
+fresh network (a zero-initialised head) or in the last accepted model (a pruned one) is exempt from
+that test.
+
+Needs: the received model; neither data nor history.
+Cheap because only the *share* of duplicate rows matters: up to 256 rows, drawn by `rng`, are
+compared with all rows in a sketch of 64 numbers a row (columns summed under random signs, which
+keeps inner products), and the four nearest of each are compared exactly. A row that is counted is
+a duplicate for certain; one that is not counted would need a sketch off by seven standard
+deviations; and the share of a sample of 256 is within .1 of that of all rows but once in a
+thousand. Shares measured: 0 for honest models, .9 to 1 for imprints, threshold .5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+from leakgauge.detectors._layers import matrices, worst
+from leakgauge.types import Detection, Received
+
+SKETCH = 64
+Test = Callable[[Tensor, Tensor | None], float | None]
+
+
+@dataclass(frozen=True)
+class Weights:
+    duplicate_rows: float = 0.5
+    zero_rows: float = 0.5
+    near_zero_entries: float = 0.5
+    bias_dominance: float = 3.0
+    stable_rank: float = 30.0
+    magnitude_pairs: float = 0.5
+    cosine: float = 0.98  # from which two rows are the same
+    fan_in: int = 16  # shorter rows are alike by chance
+    rows: int = 8  # of fewer, as of a head for two classes, training makes copies honestly
+    sample: int = 256
+
+    def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]:
+        if received.model is None:
+            return ()
+        seed = int(torch.randint(2**62, (), generator=rng))
+        return tuple(
+            found
+            for test, threshold, means, says, score in self._tests(seed)
+            if (found := _judge(received, test, threshold, means, says, score))
+        )
+
+    def _tests(
+        self, seed: int
+    ) -> tuple[tuple[str, float, Literal["reject", "report"], str, Test], ...]:
+        def duplicates(rows: Tensor, bias: Tensor | None) -> float | None:
+            return duplicate_share(
+                rows, torch.Generator().manual_seed(seed), self.cosine, self.sample,
+                self.fan_in, self.rows,
+            )  # fmt: skip
+
+        return (
+            ("duplicate-rows", self.duplicate_rows, "reject",
+             "a share of {score:.2f} of the rows of {name} are copies of each other, as in a layer "
+             "made to sort inputs into bins", duplicates),
+            ("zero-rows", self.zero_rows, "reject",
+             "a share of {score:.2f} of the rows of {name} is zero, as in a layer made to let one "
+             "class or feature through", _zero_rows),
+            ("near-zero-entries", self.near_zero_entries, "reject",
+             "a share of {score:.2f} of the entries of {name} is zero, as in a layer made to copy "
+             "its input", _near_zero),
+            ("bias-dominance", self.bias_dominance, "reject",
+             "the largest bias of {name} is {score:.3g} times its usual row: its units are "
+             "switched by thresholds", _bias_dominance),
+            ("stable-rank", self.stable_rank, "report",
+             "the rows of {name} lie {score:.3g} times as close to one line as independent rows",
+             _parallel),
+            ("magnitude-pairs", self.magnitude_pairs, "reject",
+             "in a share of {score:.2f} of the rows of {name} the negative entries are the "
+             "positive ones rescaled", _paired),
+        )  # fmt: skip
+
+
+def _judge(
+    received: Received,
+    test: str,
+    threshold: float,
+    means: Literal["reject", "report"],
+    says: str,
+    score: Test,
+) -> Detection | None:
+    """The worst tensor of a test that is not exempt; None when no tensor can be tested."""
+    assert received.model is not None
+    scores = {}
+    for name, rows, bias in matrices(dict(received.model.named_parameters())):
+        found = score(rows, bias)
+        if found is not None:
+            scores[name] = found
+    for name in [n for n, found in scores.items() if not found <= threshold]:
+        if exempt(received, name, threshold, score):
+            del scores[name]
+    if not scores:
+        return None
+    name, found = worst(scores)
+    return Detection(test, found, threshold, means, says.format(score=found, name=repr(name)), name)
+
+
+def exempt(received: Received, name: str, threshold: float, score: Test) -> bool:
+    """Whether the client's own fresh network or the last accepted one bears the same mark."""
+    known: list[dict[str, Tensor]] = [dict(received.fresh.named_parameters())]
+    if received.history is not None:
+        known.append({n: v for n, v in received.history.state.items() if n in known[0]})
+    for named in known:
+        for other, rows, bias in matrices(named):
+            if other == name:
+                found = score(rows, bias)
+                if found is not None and found > threshold:
+                    return True
+    return False
+
+
+def duplicate_share(
+    rows: Tensor, rng: torch.Generator, cosine: float, sample: int, fan_in: int = 1, least: int = 2
+) -> float | None:
+    """The share of (up to `sample`) non-zero rows that have |cos| > `cosine` to another row."""
+    size = rows.norm(dim=1)
+    rows = rows[size >= 1e-6 * size.max()]
+    if len(rows) < least or rows.shape[1] < fan_in or not torch.isfinite(size).all():
+        return None
+    picked = torch.randperm(len(rows), generator=rng)[:sample]
+    short = normalize(sketch(rows, rng))
+    near = (short[picked] @ short.T).abs()  # (picked, rows)
+    near[torch.arange(len(picked)), picked] = -1.0  # not itself
+    nearest = near.topk(min(4, len(rows) - 1)).indices
+    # Only those whose sketch comes near are worth an exact comparison; honest models have none.
+    close = (near.gather(1, nearest) > cosine - 0.2).any(1)
+    if not close.any():
+        return 0.0
+    one, others = normalize(rows[picked[close]]), normalize(rows[nearest[close]], dim=2)
+    exact = torch.einsum("id,ikd->ik", one, others).abs().amax(1)
+    return float((exact > cosine).sum()) / len(picked)
+
+
+def sketch(rows: Tensor, rng: torch.Generator) -> Tensor:
+    """(n, d) → (n, 64): every 64th column summed under random signs. Inner products of rows are
+    kept on average, with a standard deviation of about an eighth of their norms."""
+    columns = rows.shape[1]
+    if columns <= SKETCH:
+        return rows
+    signs = torch.randint(2, (columns,), generator=rng).to(rows.dtype) * 2 - 1
+    signed = pad(rows * signs, (0, -columns % SKETCH))
+    return signed.view(len(rows), -1, SKETCH).sum(1)
+
+
+def _zero_rows(rows: Tensor, bias: Tensor | None) -> float | None:
+    size = rows.norm(dim=1)
+    return int((size <= 1e-6 * size.max()).sum()) / len(rows)
+
+
+def _near_zero(rows: Tensor, bias: Tensor | None) -> float | None:
+    size = float(rows.norm()) / rows.numel() ** 0.5
+    return int(torch.count_nonzero(rows.abs() <= 1e-6 * size)) / rows.numel()
+
+
+def _bias_dominance(rows: Tensor, bias: Tensor | None) -> float | None:
+    if bias is None:
+        return None
+    largest, usual = float(bias.abs().max()), float(rows.norm(dim=1).median())
+    return largest / usual if usual else float("inf") if largest else 0.0
+
+
+def _parallel(rows: Tensor, bias: Tensor | None) -> float | None:
+    rows = rows[:: max(1, len(rows) // SKETCH)][:SKETCH]
+    gram = (rows @ rows.T).double()
+    size = float(gram.trace())
+    if len(rows) < 2 or rows.shape[1] < 2 or not size or not torch.isfinite(gram).all():
+        return None
+    return min(rows.shape) * float(torch.linalg.eigvalsh(gram)[-1]) / size
+
+
+def _paired(rows: Tensor, bias: Tensor | None) -> float | None:
+    if rows.shape[1] < SKETCH:  # short rows pair by chance
+        return None
+    rows = rows[:: max(1, len(rows) // 8)][:8].sort(dim=1).values
+    half = rows.shape[1] // 2
+    negative, positive = -rows[:, :half], rows[:, -half:].flip(1)  # both from large to small
+    scale = positive.norm(dim=1, keepdim=True) / negative.norm(dim=1, keepdim=True)
+    apart = (positive - scale * negative).norm(dim=1) / positive.norm(dim=1)
+    signs = (negative[:, -1] >= 0) & (positive[:, -1] >= 0)
+    return float(((apart < 1e-3) & signs).double().mean())
