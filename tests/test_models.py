@@ -23,6 +23,7 @@ LIGHT: dict[str, dict[str, object]] = {
     "mlp": {},
     "lenet-zhu": {},
     "lenet-5": {},
+    "cnn": {"hidden": 16},
     "convnet": {"width": 0.125},
     "resnet-9": {"width": 0.125},
     "resnet-10": {"width": 0.125},
@@ -223,6 +224,7 @@ NAMES = {
     "mlp": plain_names("fc1", "fc2"),
     "lenet-zhu": plain_names("body.0", "body.2", "body.4", "fc.0"),
     "lenet-5": plain_names("conv1", "conv2", "fc1", "fc2", "fc3"),
+    "cnn": plain_names("conv1", "conv2", "fc1", "fc2"),
     "convnet": [
         *(n for k in range(8) for n in (f"conv{k}.weight", *norm_names(f"bn{k}"))),
         *plain_names("linear"),

@@ -181,7 +181,7 @@ def _play(
     means = weighted_mean(
         [{n: b for n, b in one.buffers.items() if b.is_floating_point()} for one in trained], shares
     )
-    _, channels, height, width = data.inputs.shape
+    channels, height, width = (1, 1, *data.inputs.shape[1:])[-3:]  # (1, 1, T) of texts (N, T)
     return Round(
         model=copy.deepcopy(model),
         truths=tuple(truths),

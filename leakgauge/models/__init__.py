@@ -24,7 +24,7 @@ from leakgauge.models.densenet import densenet_121
 from leakgauge.models.init import INITS
 from leakgauge.models.mobilenet import mobilenet_v2
 from leakgauge.models.resnet import resnet, resnet_9
-from leakgauge.models.small import convnet, lenet_5, lenet_zhu, mlp
+from leakgauge.models.small import cnn, convnet, lenet_5, lenet_zhu, mlp
 from leakgauge.models.vit import VisionTransformer
 
 __all__ = ["INITS", "MODELS", "load", "make", "save"]
@@ -33,6 +33,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "lenet-zhu": lenet_zhu,
     "lenet-5": lenet_5,
+    "cnn": cnn,
     "convnet": convnet,
     "resnet-9": resnet_9,
     "resnet-10": partial(resnet, (1, 1, 1, 1)),

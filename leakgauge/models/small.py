@@ -1,4 +1,4 @@
-"""Small networks: perceptron, two LeNets and a plain convolutional network.
+"""Small networks: perceptron, two LeNets and two plain convolutional networks.
 
 `mlp`        one linear layer a hidden width, then the head: `fc1`, `fc2`, … With no hidden width it
              is softmax regression.
@@ -11,6 +11,9 @@
              Differs from the paper: the pools have no weights, all maps are connected, the head is
              linear. `padding=2` turns MNIST's 28 × 28 into the paper's 32 × 32; `padding=0` is for
              images that already have it. "relu" with `pool="max"` is the later habit.
+`cnn`        two 3 × 3 convolutions of 16 channels that keep the size of the image, a hidden linear
+             layer of 256 units and the head: most of its weights are in the hidden layer. Of
+             no paper: a small network of the kind that tutorials on federated learning use.
 `convnet`    the convolutional network of Geiping, Bauermeister, Dröge, Moeller, Inverting
              Gradients, NeurIPS 2020: eight 3 × 3 convolutions of 1, 2, 2, 4, 4, 4, 4, 4 times 64
              channels, 3 × 3 max-pools after the sixth and the eighth, one linear layer.
@@ -99,6 +102,29 @@ def lenet_5(
         fc2=nn.Linear(120, 84),
         act4=act(),
         fc3=nn.Linear(84, classes),
+    )
+    return nn.Sequential(layers)
+
+
+def cnn(
+    shape: tuple[int, int, int],
+    classes: int,
+    *,
+    channels: int = 16,
+    hidden: int = 256,
+    activation: str = "relu",
+) -> nn.Module:
+    inputs, height, width = shape
+    act = choose(ACTIVATIONS, activation, "activation")
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(inputs, whole("channels", channels), 3, padding=1),
+        act1=act(),
+        conv2=nn.Conv2d(channels, channels, 3, padding=1),
+        act2=act(),
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(channels * height * width, whole("hidden", hidden)),
+        act3=act(),
+        fc2=nn.Linear(hidden, classes),
     )
     return nn.Sequential(layers)
 

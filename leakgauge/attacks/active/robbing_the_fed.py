@@ -1,0 +1,117 @@
+"""Robbing the Fed — L. Fowl, J. Geiping, W. Czaja, M. Goldblum, T. Goldstein: "Robbing the Fed:
+Directly Obtaining Private Data in Federated Learning with Modified Models", ICLR 2022,
+https://arxiv.org/abs/2110.13057
+
+Every unit of a linear layer measures the same functional h(x) = ⟨v, x⟩, such as the brightness, and
+is on above its own threshold t_i, a quantile of h over public images; behind its ReLU all units
+receive the same error. Neighbours then differ by the records with t_i < h(x) ≤ t_(i+1), and a
+record alone in its bin is
+
+    x = (∂L/∂W_i − ∂L/∂W_(i+1)) / (∂L/∂b_i − ∂L/∂b_(i+1))
+
+Of B records, B·(1 − 1/k)^(B−1) are alone in one of k bins on average.
+
+`form="parameters"` changes only weights: the first linear layer, where it reads the image or
+convolutions in front of it can be made to hand the image on, and the next one. `form="block"`, the
+paper's own, puts Linear, ReLU, Linear in front of any network: a check of names and shapes sees it.
+
+Needs: the local training, the number of records as a cap, and public images of the same kind.
+Differs from the paper: thresholds are measured quantiles, not those of a fitted normal
+distribution; changed units are in random order, and `noise` disguises their rows. Several local
+steps are read like one: the sum of their gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from leakgauge.attacks.active._imprint import (
+    Functional,
+    Reader,
+    as_images,
+    best,
+    bins_of,
+    block,
+    gradient,
+    knowledge,
+    neighbours,
+    ratios,
+    reader,
+    repeated,
+)
+from leakgauge.attacks.analytic import unexplained
+from leakgauge.errors import InputError, NotApplicable
+from leakgauge.types import (
+    Knowledge,
+    Observation,
+    Reconstruction,
+    Resources,
+    Tampered,
+    Target,
+)
+
+
+@dataclass(frozen=True)
+class RobbingTheFed:
+    form: Literal["parameters", "block"] = "parameters"
+    bins: int | None = None  # None: every unit of the layer, 512 in a block
+    functional: Functional = "mean"
+    noise: float = 0.0  # on the rows, relative to their own size
+    gain: float = 1.0  # of the layer behind: raise it where clients send rounded weights
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+
+    def tamper(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Tampered:
+        if self.bins is not None and self.bins < 2:
+            raise InputError(f"bins must be at least 2, got {self.bins}")
+        model = copy.deepcopy(target.model)
+        if self.form == "block":
+            count = 512 if self.bins is None else self.bins
+            cut = bins_of(target, count, self.functional, False, self.noise, rng)
+            imprint = block(target.shape, cut.rows, cut.biases, self.gain, rng)
+            model = nn.Sequential(OrderedDict(imprint=imprint, host=model))
+            layer = Reader("imprint.fc1.weight", "imprint.fc1.bias", "imprint.fc2.weight", False)
+            return Tampered((model,), {"reader": layer, "units": torch.arange(count)})
+        layer = reader(model, target)
+        weight, bias, following = (
+            model.get_parameter(name) for name in (layer.weight, layer.bias, layer.following)
+        )
+        count = len(weight) if self.bins is None else self.bins
+        if count > len(weight):
+            raise NotApplicable(
+                f"{count} bins need as many units, but {layer.weight!r} has {len(weight)}: lower "
+                'bins, or use form = "block"'
+            )
+        units = torch.randperm(len(weight), generator=rng)[:count]  # of the bins, lowest first
+        cut = bins_of(target, count, self.functional, layer.raw, self.noise, rng)
+        with torch.no_grad():
+            weight[units] = 0.0
+            weight[units, : cut.rows.shape[1]] = cut.rows
+            bias[units] = cut.biases
+            following[:, units] = repeated(len(following), count, self.gain, rng)
+        return Tampered((model,), {"reader": layer, "units": units})
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        secret, training, records = knowledge(seen, "robbing-the-fed")
+        layer, units = secret["reader"], secret["units"]
+        weight = gradient(seen, layer.weight)[units, : prod(seen.shape)]
+        strength = neighbours(gradient(seen, layer.bias)[units])
+        quotients, rows = ratios(neighbours(weight), strength)
+        images = as_images(quotients, seen.shape, training, layer.raw)
+        chosen = best(images, strength[rows].abs(), records)
+        return Reconstruction(
+            inputs=images[chosen].clamp(0, 1).float(),
+            labels=None,
+            residual=unexplained(weight, quotients[chosen]),
+            facts={"bins": len(units), "candidates": len(rows)},
+        )

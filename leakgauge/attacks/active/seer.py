@@ -1,0 +1,384 @@
+"""SEER — K. Garov, D. I. Dimitrov, N. Jovanović, M. Vechev: "Hiding in Plain Sight: Disguising Data
+Stealing Attacks in Federated Learning", ICLR 2024, https://arxiv.org/abs/2306.03013
+
+The server trains the model that it sends together with a secret decoder, on public images: a linear
+disaggregator d and a reconstructor r. In a batch of B, one image has a property (here: it is the
+brightest) and all others are to vanish from the sum of gradients g = Σ_i g_i:
+
+    L = ‖r(d(g_rec)) − x_rec‖² / (1 + α)  +  α · Σ_{i ≠ rec} ‖d(g_i)‖² / (1 + α)
+
+d is linear, so d(g) = d(g_rec) + Σ d(g_i): what is left of the sum is the image with the property.
+Nothing in the weights stands out, because they were trained and not written: that is the point of
+the paper, and why a guard cannot rely on looking at weights.
+
+Needs: `training`, `records`, public labelled images, one local step on one batch of the size that
+the model was trained for, a model that can be differentiated twice. One low-resolution image of the
+batch is all it returns.
+Differs from the paper: made for a CPU. r is linear and gives `side` × `side` pixels; the sum over
+the other images is estimated by one random combination of signs, Σ s_i g_i, which has it as its
+expectation, beside their plain sum, which is what the server will meet; both are measured after r,
+in pixels, since d could otherwise shrink while r grows; α rises from `alpha_first` to `alpha_last`
+over the first 60 % of the steps; of a large model, `entries` gradient entries drawn once at random
+are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leakgauge.errors import CheckpointError, InputError, NotApplicable, PlanError, Withheld
+from leakgauge.files import read_tensors, write_tensors
+from leakgauge.fl.local import State, advance, decay, loss, minibatches, ready, start
+from leakgauge.tensors import parameters
+from leakgauge.types import (
+    Batch,
+    Dataset,
+    Knowledge,
+    LocalTraining,
+    Named,
+    Observation,
+    Reconstruction,
+    Resources,
+    Tampered,
+    Target,
+)
+
+FILE = "seer.safetensors"  # in the option `folder`
+
+
+@dataclass(frozen=True)
+class Seer:
+    """`folder` keeps the training, every `every` steps, and continues what it finds there."""
+
+    steps: int = 2500
+    lr: float = 1e-3
+    side: int = 8
+    width: int = 192  # numbers that the disaggregator makes of a gradient
+    entries: int = 16384
+    alpha_first: float = 0.25
+    alpha_last: float = 8.0
+    folder: str | None = None
+    every: int = 250
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "side", "width", "entries", "every"):
+            if getattr(self, key) < 1:
+                raise PlanError(f"{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("lr", "alpha_first", "alpha_last"):
+            if not getattr(self, key) > 0:
+                raise PlanError(f"{key} must be positive, got {getattr(self, key)}")
+
+    def tamper(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Tampered:
+        public = _check(target)
+        resources = resources or Resources()
+        path = None if self.folder is None else Path(self.folder) / FILE
+        mark = _fingerprint(self, target, public, rng)
+        model = ready(target.model, target.training)
+        joint = _begin(self, target, public, model, rng)
+        if path is not None and path.exists():
+            joint = _restored(joint, path, mark, rng)
+        deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
+        while joint.step < self.steps and time.monotonic() < deadline:
+            joint, objective = _trained(self, joint, target, public, model, rng)
+            if path is not None and (joint.step % self.every == 0 or joint.step == self.steps):
+                write_tensors(path, _saved(joint, mark, rng))
+            if resources.progress is not None:
+                resources.progress(joint.step, self.steps, objective)
+        sent = copy.deepcopy(target.model)
+        sent.load_state_dict(joint.named(joint.model) | joint.buffers, strict=False)
+        secret = joint.named(DECODER) | {
+            "chosen": joint.chosen,
+            "scale": joint.scale,
+            "names": joint.model,
+            "records": target.records,
+            "side": self.side,
+            "error": math.sqrt(float(joint.error)),
+            "steps": (joint.step, self.steps),
+        }
+        return Tampered((sent,), secret)
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        small = picture(seen)[None]
+        assert seen.secret is not None
+        done, total = seen.secret["steps"]
+        side = seen.secret["side"]
+        notes = [f"one image: the brightest of its batch, {side} × {side} pixels enlarged"]
+        if done < total:
+            notes.append(f"the joint training was stopped after {done} of {total} steps")
+        return Reconstruction(
+            inputs=F.interpolate(small, seen.shape[1:], mode="bilinear").clamp(0, 1),
+            labels=None,
+            residual=seen.secret["error"],
+            notes=tuple(notes),
+            facts={"entries": seen.secret["d.weight"].shape[1], "steps": done},
+        )
+
+
+def picture(seen: Observation) -> Tensor:
+    """What the secret decoder makes of an update: (C, side, side)."""
+    if seen.training is None or seen.records is None or seen.secret is None:
+        raise Withheld("SEER needs 'training', 'records' and the secret that its tamper() kept")
+    secret = seen.secret
+    _check_step(seen.training, seen.records)
+    if seen.records != secret["records"]:
+        raise NotApplicable(
+            f"SEER was trained for batches of {secret['records']} and this update is of "
+            f"{seen.records}: the property is that of one image in a batch"
+        )
+    shrunk = decay(seen.training, 1)
+    # The client sends lr · mean gradient, and the decoder knows the sum.
+    times = seen.records / seen.training.lr
+    gradient = [
+        times * (seen.update[name] - shrunk * seen.model.get_parameter(name).detach())
+        for name in secret["names"]
+    ]
+    decoder = {name: secret[name] for name in DECODER}
+    code = disaggregate(read(gradient, secret["chosen"]) * secret["scale"], decoder)
+    return decode(code, decoder).view(seen.shape[0], secret["side"], secret["side"]).clamp(0, 1)
+
+
+DECODER = ("d.weight", "r.weight", "r.bias")
+"""The secret: the disaggregator (width, entries) and the reconstructor (pixels, width)."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """All that the joint training changes. `adam` holds the model's weights and the decoder's."""
+
+    model: tuple[str, ...]  # the names of the model's weights, in the order of the gradient
+    adam: State
+    buffers: Named
+    chosen: Tensor | None  # which gradient entries are read: all when None
+    scale: Tensor  # brings a gradient to length one, about
+    error: Tensor  # running mean of the squared error a pixel
+    step: int = 0
+
+    def named(self, names: tuple[str, ...]) -> Named:
+        every = dict(zip((*self.model, *DECODER), self.adam.weights, strict=True))
+        return {name: every[name].detach() for name in names}
+
+
+def brightest(images: Tensor) -> int:
+    """The image of a batch that has the property."""
+    return int(images.flatten(1).mean(1).argmax())
+
+
+def read(gradient: Iterable[Tensor], chosen: Tensor | None) -> Tensor:
+    """The gradient entries that the decoder is given, in one row."""
+    row = torch.cat([part.flatten() for part in gradient])
+    return row if chosen is None else row[chosen]
+
+
+def disaggregate(gradient: Tensor, decoder: Named) -> Tensor:
+    """d: (…, entries) -> (…, width). It has no bias: d of a sum is the sum of the d."""
+    return gradient @ decoder["d.weight"].T
+
+
+def decode(code: Tensor, decoder: Named) -> Tensor:
+    """r: (…, width) -> (…, pixels)."""
+    return code @ decoder["r.weight"].T + decoder["r.bias"]
+
+
+def gradients(
+    model: nn.Module, values: Named, buffers: Named, batch: Batch, shares: Tensor,
+    training: LocalTraining, classes: int,
+) -> list[tuple[Tensor, ...]]:  # fmt: skip
+    """Σ_i share_i · g_i for every row of `shares` (rows, B), differentiable in `values`.
+
+    g_i is the gradient of record i's own loss inside its batch: batch norm sees all of it. The
+    loss is linear in its labels, so the derivative by their weight is the loss of each record.
+    """
+    weight = torch.ones(len(batch), 1, requires_grad=True)
+    labels = F.one_hot(batch.labels, classes) * weight
+    mean = loss(model, values | buffers, batch.inputs, labels, training)
+    (parts,) = torch.autograd.grad(mean, weight, create_graph=True)
+    losses = parts.flatten() * len(batch)
+    return [
+        torch.autograd.grad(
+            losses @ share, list(values.values()), create_graph=True, materialize_grads=True
+        )
+        for share in shares
+    ]
+
+
+def objective(rows: Tensor, picture: Tensor, decoder: Named, alpha: float) -> tuple[Tensor, Tensor]:
+    """The loss, and its first term a pixel.
+
+    `rows` (3, entries) are g_rec, Σ g_i and Σ s_i g_i over the others, both divided by √(B − 1).
+    """
+    code = disaggregate(rows, decoder)
+    error = (decode(code[0], decoder) - picture).square().mean()
+    left = (code[1:] @ decoder["r.weight"].T).square().mean()
+    return (error + alpha * left) / (1 + alpha), error
+
+
+def _trained(
+    options: Seer, joint: Joint, target: Target, public: Dataset, model: nn.Module,
+    rng: torch.Generator,
+) -> tuple[Joint, float]:  # fmt: skip
+    """One step of the joint training, on a batch of public images."""
+    picked = torch.randint(len(public), (target.records,), generator=rng)
+    batch = Batch(public.inputs[picked], public.labels[picked])
+    signs = torch.randint(2, (target.records,), generator=rng) * 2.0 - 1.0
+    chosen = brightest(batch.inputs)
+    shares = torch.stack([torch.zeros_like(signs), torch.ones_like(signs), signs])
+    shares /= max(1, target.records - 1) ** 0.5
+    shares[:, chosen] = torch.tensor([1.0, 0.0, 0.0])
+    leaves = [w.detach().requires_grad_() for w in joint.adam.weights]
+    values = dict(zip((*joint.model, *DECODER), leaves, strict=True))
+    weights = {name: values[name] for name in joint.model}
+    decoder = {name: values[name] for name in DECODER}
+    buffers = {name: value.clone() for name, value in joint.buffers.items()}
+    found = gradients(model, weights, buffers, batch, shares, target.training, target.classes)
+    rows = torch.stack([read(gradient, joint.chosen) for gradient in found]) * joint.scale
+    goal = F.adaptive_avg_pool2d(batch.inputs[chosen], options.side).flatten()
+    alpha, lr = _schedule(options, joint.step)
+    total, error = objective(rows, goal, decoder, alpha)
+    try:
+        slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
+    except RuntimeError as error_:
+        raise NotApplicable(
+            f"SEER trains through the gradient, and this model has no second derivative: {error_}"
+        ) from error_
+    length = torch.stack([slope.norm() for slope in slopes]).norm()
+    slopes = tuple(slope / length.clamp(min=1.0) for slope in slopes)
+    with torch.no_grad():
+        adam = advance(joint.adam, slopes, LocalTraining(optimiser="adam", lr=lr))
+    return replace(
+        joint,
+        adam=adam,
+        buffers=buffers,
+        error=joint.error.lerp(error.detach(), max(0.01, 1 / (joint.step + 1))),
+        step=joint.step + 1,
+    ), float(total.detach())
+
+
+def _schedule(options: Seer, step: int) -> tuple[float, float]:
+    """α rises by equal factors over the first 60 % of the steps; then the learning rate falls to a
+    tenth, evenly."""
+    share = step / options.steps
+    alpha = options.alpha_first * (options.alpha_last / options.alpha_first) ** min(1, share / 0.6)
+    return alpha, options.lr * (1 - 0.9 * max(0.0, share - 0.6) / 0.4)
+
+
+def _begin(
+    options: Seer, target: Target, public: Dataset, model: nn.Module, rng: torch.Generator
+) -> Joint:
+    """The honest model, and a decoder that knows the mean picture of the public images only."""
+    weights = parameters(target.model)
+    buffers = {n: b.detach().clone() for n, b in target.model.named_buffers()}
+    picked = torch.arange(target.records) % len(public)
+    batch = Batch(public.inputs[picked], public.labels[picked])
+    leaves = {name: value.requires_grad_() for name, value in weights.items()}
+    (first,) = gradients(
+        model, leaves, {n: b.clone() for n, b in buffers.items()}, batch,
+        torch.eye(1, target.records), target.training, target.classes,
+    )  # fmt: skip
+    count = sum(part.numel() for part in first)
+    chosen = None
+    if count > options.entries:
+        chosen = torch.randperm(count, generator=rng)[: options.entries].sort().values
+    row = read(first, chosen).detach()
+    pictures = F.adaptive_avg_pool2d(public.inputs, options.side).flatten(1)
+    d = torch.randn(options.width, len(row), generator=rng) * 0.1
+    r = torch.randn(pictures.shape[1], options.width, generator=rng) / options.width**0.5
+    values = [*(w.detach() for w in weights.values()), d, r, pictures.mean(0)]
+    return Joint(
+        model=tuple(weights),
+        adam=start(values, LocalTraining(optimiser="adam")),
+        buffers=buffers,
+        chosen=chosen,
+        scale=1 / row.norm().clamp(min=1e-12),
+        error=torch.zeros(()),
+    )
+
+
+def _check(target: Target) -> Dataset:
+    """What the joint training needs, or why it cannot be."""
+    if target.public is None:
+        raise InputError(
+            "SEER trains its decoder on public images of the same kind: give target(round, public)"
+        )
+    if not len(target.public) or tuple(target.public.inputs.shape[1:]) != target.shape:
+        raise InputError(
+            f"the public images are {tuple(target.public.inputs.shape)}, the clients' records "
+            f"{target.shape}: resize them"
+        )
+    _check_step(target.training, target.records)
+    if target.training.dropout != "off":
+        raise NotApplicable("SEER reads one exact gradient; this training draws dropout masks")
+    return target.public
+
+
+def _check_step(training: LocalTraining, records: int) -> None:
+    """Refuse an update that is not one gradient of one batch."""
+    if training.optimiser != "sgd":
+        raise NotApplicable(
+            f"SEER decodes a gradient, and {training.optimiser!r} rescales it entry by entry"
+        )
+    steps = len(minibatches(records, training))
+    if steps != 1 or training.batch_size != records:
+        raise NotApplicable(
+            f"SEER decodes the gradient of one batch, and this update is of {steps} local steps of "
+            f"{training.batch_size} records: later steps start from weights it was not trained for"
+        )
+
+
+def _fingerprint(options: Seer, target: Target, public: Dataset, rng: torch.Generator) -> Tensor:
+    """What a kept training must agree on to be continued; as bytes, for a file of tensors."""
+    told = {k: v for k, v in asdict(options).items() if k not in ("folder", "every")}
+    digest = hashlib.sha256(
+        json.dumps([told, asdict(target.training), target.records, target.classes]).encode()
+    )
+    for tensor in (
+        *target.model.state_dict().values(), public.inputs, public.labels, rng.get_state(),
+    ):  # fmt: skip
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
+
+
+def _saved(joint: Joint, mark: Tensor, rng: torch.Generator) -> Named:
+    adam = {f"adam.{i}": tensor for i, tensor in enumerate(joint.adam.tensors())}
+    buffers = {f"buffer.{name}": value for name, value in joint.buffers.items()}
+    return {
+        "mark": mark, "rng": rng.get_state(), "step": torch.tensor(joint.step),
+        "error": joint.error, **adam, **buffers,
+    }  # fmt: skip
+
+
+def _restored(joint: Joint, path: Path, mark: Tensor, rng: torch.Generator) -> Joint:
+    """The training in this file, with the generator as it was; refused if it is of another."""
+    kept = read_tensors(path)
+    if "mark" not in kept or not torch.equal(kept["mark"], mark):
+        raise CheckpointError(
+            f"{path} holds a SEER training with other options, another model, other public images "
+            "or another seed: name another folder, or remove the file to start anew"
+        )
+    step = int(kept["step"])
+    tensors = [kept[f"adam.{i}"] for i in range(len(joint.adam.tensors()))]
+    rng.set_state(kept["rng"])
+    return replace(
+        joint,
+        adam=replace(joint.adam.with_tensors(tensors), steps=step),
+        buffers={name: kept[f"buffer.{name}"] for name in joint.buffers},
+        error=kept["error"],
+        step=step,
+    )
