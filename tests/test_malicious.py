@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from leakgauge import attacks, models, threat
+from leakgauge.attacks.active import Seer
 from leakgauge.audit import Store, parse, run
+from leakgauge.audit.forecast import _shortened
 from leakgauge.data.digits import digits
 from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
@@ -154,6 +156,11 @@ def test_an_audit_runs_an_attack_that_changes_the_model(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_trial(tmp_path: Path) -> None:
     first, second = (audited(PLAN, tmp_path / name)["robbing-the-fed"] for name in "ab")
     assert first["scores"] == second["scores"]
+
+
+def test_the_forecast_shortens_a_training_and_leaves_its_folder_alone() -> None:
+    short: Any = _shortened(Seer(steps=2500, folder="kept"), 3)
+    assert (short.steps, short.folder) == (3, None)
 
 
 def test_an_honest_server_may_not(tmp_path: Path) -> None:

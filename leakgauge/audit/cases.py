@@ -107,4 +107,5 @@ def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
 
 def _effort(plan: Plan, name: str) -> int:
     attack = plan.attacks[name]
-    return int(getattr(attack, "iterations", 0)) * int(getattr(attack, "restarts", 1))
+    count = getattr(attack, "iterations", 0) or getattr(attack, "steps", 0)
+    return int(count) * int(getattr(attack, "restarts", 1))

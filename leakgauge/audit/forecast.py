@@ -79,9 +79,10 @@ def forecast(plan: Plan) -> Forecast:
 
 def _try(name: str, attack: Attack, timed: Callable[[Attack], float]) -> Applicability:
     try:
-        if not hasattr(attack, "iterations"):
+        effort = _effort(attack)
+        if effort is None:
             return Applicability(name, None, timed(attack))
-        wanted = attack.iterations * getattr(attack, "restarts", 1)
+        wanted = getattr(attack, effort) * getattr(attack, "restarts", 1)
         timed(_shortened(attack, 1))  # warms up
         short, long = (timed(_shortened(attack, count)) for count in (SHORT, LONG))
         each = max(0.0, long - short) / (LONG - SHORT)
@@ -92,8 +93,15 @@ def _try(name: str, attack: Attack, timed: Callable[[Attack], float]) -> Applica
         return Applicability(name, f"it crashes ({type(error).__name__}: {error})", 0.0)
 
 
-def _shortened(attack: Attack, iterations: int) -> Attack:
-    change = {"iterations": iterations} | ({"restarts": 1} if hasattr(attack, "restarts") else {})
+def _effort(attack: Attack) -> str | None:
+    """The option that says how long an attack searches, or trains, if it does."""
+    return next((key for key in ("iterations", "steps") if getattr(attack, key, 0)), None)
+
+
+def _shortened(attack: Attack, count: int) -> Attack:
+    """The attack with `count` iterations, once, and without a folder to continue in."""
+    fixed = {"restarts": 1, "folder": None, _effort(attack): count}
+    change = {key: value for key, value in fixed.items() if key and hasattr(attack, key)}
     short: Attack = replace(attack, **change)  # type: ignore[type-var]
     return short
 
