@@ -1,7 +1,7 @@
 """The command line: thin verbs over the library.
 
 Exit codes: 0 below the limit, 1 above it, 2 the plan or another input is wrong, 3 a trial failed,
-4 inconclusive, 130 interrupted.
+4 inconclusive, 5 a received model was rejected, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table
 from leakgauge import audit as audits
 from leakgauge import data, report
 from leakgauge._version import __version__
-from leakgauge.attacks import ATTACKS, LABEL_RULES
+from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, LABEL_RULES
 from leakgauge.audit import schema
 from leakgauge.audit.plan import duration
 from leakgauge.config import choose
@@ -43,6 +43,7 @@ from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 from leakgauge.files import write_atomic
 from leakgauge.fl import PARTITIONS
+from leakgauge.guard.commands import app as guard_app
 from leakgauge.metrics import METRICS, load_lpips
 from leakgauge.models import INITS, MODELS
 from leakgauge.report import terminal
@@ -55,11 +56,13 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Data sets on disk.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(guard_app, name="guard")
 console = Console(emoji=False, highlight=False)  # paths and names are printed as they are
 errors = Console(emoji=False, highlight=False, stderr=True)
 
 LISTS: dict[str, dict[str, Any]] = {
     "attacks": dict(ATTACKS),
+    "active-attacks": dict(ACTIVE_ATTACKS),
     "defences": dict(DEFENCES),
     "models": dict(MODELS),
     "initialisations": dict(INITS),
@@ -282,7 +285,8 @@ def list_(
 ) -> None:
     """What a plan can name, with the options it takes and their defaults.
 
-    KIND is one of: attacks, defences, models, initialisations, data, partitions, metrics, labels.
+    KIND is one of: attacks, active-attacks, defences, models, initialisations, data, partitions,
+    metrics, labels.
     """
     kinds = LISTS if kind is None else {kind: choose(LISTS, kind, "list")}
     for name, items in kinds.items():

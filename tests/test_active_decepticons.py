@@ -151,6 +151,26 @@ def test_patches_come_together_in_their_records(activation):
     assert 0 <= guess.residual < 0.6
 
 
+def test_two_patches_of_one_position_between_two_thresholds_are_refused():
+    """Their mixture points to the position as each of them does; only its length tells."""
+    round_, seen, sent = attacked(vit())
+    model: Any = sent.models[0]
+    images = normalised(round_.truths[0].inputs, TRAINING)
+    with torch.no_grad():
+        y = model.blocks[0].norm2(model.patch_embed(images) + model.pos_embed[:, 1:])[:, 5]
+
+    def shown(token: Tensor) -> Found:
+        """As if this were alone above the tenth threshold of the first block and below the next."""
+        update = {name: torch.zeros_like(value) for name, value in seen.update.items()}
+        lowest = model.blocks[0].mlp.fc1.bias.argsort(descending=True)[:10]
+        update["blocks.0.mlp.fc1.weight"][lowest] = 0.01 * token
+        update["blocks.0.mlp.fc1.bias"][lowest] = 0.01
+        return recover(replace(seen, update=update), Decepticons.tolerance)
+
+    assert shown(y[0]).positions.tolist() == shown(y[1]).positions.tolist() == [5]
+    assert len(shown(y.mean(0))) == 0
+
+
 def test_an_update_of_two_steps_is_read_too():
     training = replace(TRAINING, batch_size=2, steps=2, lr=0.001)
     round_, seen, _ = attacked(vit(activation="relu"), training, records=4)

@@ -93,6 +93,15 @@ def test_the_objective_is_zero_for_a_perfect_decoder_and_exact_for_a_poor_one():
     assert (float(error), float(total)) == pytest.approx((0.25, 0.25 / 4))
 
 
+def test_the_image_with_the_property_stands_alone():
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0])
+    wanted = torch.tensor([[0, 0, 2, 0, 0], [1, 1, 0, 1, 1], [1, -1, 0, 1, 1]]) / 2
+    assert torch.equal(seer.shares_of(2, signs), wanted)
+    images = torch.rand(5, 3, 4, 4, generator=seeded())
+    images[3] += 1
+    assert seer.brightest(images) == 3
+
+
 def test_the_signs_have_the_sum_of_the_paper_as_their_mean():
     """E‖D(Σ s_i g_i)‖² = Σ ‖D g_i‖², over all 2³ signs."""
     decoder = decoder_of(10, 4, 6)

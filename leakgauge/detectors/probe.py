@@ -13,7 +13,8 @@ hook on every linear layer and convolution; δ_ij = ∂L/∂z_ij for record i an
                 of ∂L/∂W that passes through slot i. Without batch norm that is the record's own
                 gradient.
     head gain   max / median over records of ‖Wᵀ(p−y)‖ / ‖p−y‖, those with a loss above .1: a head
-                that passes on the errors of one class only.
+                that passes on the errors of one class only. Not of a head that the client's own
+                network starts from zeros.
     loss        L / ln(classes), reported.
 
 Needs: the received model and records; isolation and D-SNR are facts about this update, hence
@@ -59,24 +60,26 @@ class Probe:
     def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]:
         if received.model is None or received.batch is None or not len(received.batch):
             return ()
-        model = prepared(received.model, received.training)
+        model = opened(received.model, received, rng)
         batch = chosen(received.batch, model, self.records, rng)
         passed = run(model, batch, received.training)
-        found = self._isolation(passed, received, batch)
+        found = self._isolation(passed, received, batch, rng)
         if len(batch) >= self.least:
-            found += self._d_snr(passed) + self._head_gain(passed, batch)
+            found += self._d_snr(passed) + self._head_gain(passed, received, batch)
         classes = passed.logits.shape[-1]
         score = float(cross_entropy(passed.logits, batch.labels)) / math.log(max(classes, 2))
         reason = f"the loss is {score:.3g} times that of guessing"
         return (*found, Detection("loss", score, self.loss, "report", reason))
 
-    def _isolation(self, passed: Passed, received: Received, batch: Batch) -> tuple[Detection, ...]:
+    def _isolation(
+        self, passed: Passed, received: Received, batch: Batch, rng: torch.Generator
+    ) -> tuple[Detection, ...]:
         leak = most_isolated(passed, self.images)
         if leak.layer is None:
             return ()
         means: Literal["reject", "exposed"] = "exposed"
         if not leak.share <= self.manipulated and _at_chance(passed.logits, batch.labels):
-            own = run(prepared(received.fresh, received.training), batch, received.training)
+            own = run(opened(received.fresh, received, rng), batch, received.training)
             if most_isolated(own, self.images).share <= self.manipulated:
                 means = "reject"
         reason = (
@@ -102,9 +105,13 @@ class Probe:
         )
         return (Detection("d-snr", score, self.d_snr, "exposed", reason, name),)
 
-    def _head_gain(self, passed: Passed, batch: Batch) -> tuple[Detection, ...]:
+    def _head_gain(self, passed: Passed, received: Received, batch: Batch) -> tuple[Detection, ...]:
         if passed.head is None:
             return ()
+        name = f"{passed.head.name}.weight" if passed.head.name else "weight"
+        own = dict(received.fresh.named_parameters()).get(name)
+        if own is not None and not own.any():
+            return ()  # a head that starts from zeros is unbalanced for some rounds, honestly
         layer = passed.head.module
         assert isinstance(layer, nn.Linear)
         logits = passed.logits
@@ -116,7 +123,6 @@ class Probe:
         gains = (error @ layer.weight.detach()).norm(dim=1) / error.norm(dim=1)
         usual, most = float(gains.median()), float(gains.max())
         score = most / usual if usual else math.inf if most else 0.0
-        name = f"{passed.head.name}.weight" if passed.head.name else "weight"
         reason = (
             f"the head {name!r} passes on the error of one record {score:.3g} times as strongly "
             "as usual, as if made to let one class through"
@@ -136,6 +142,20 @@ class Isolation:
     total: int
     unit: Literal["images", "tokens"]
     layer: str | None
+
+
+def opened(model: nn.Module, received: Received, rng: torch.Generator) -> nn.Module:
+    """A `prepared` copy in which linear layers that the client's own network starts from zeros, and
+    that are still zero, are drawn at random: they pass nothing back in the first step of local
+    training, but do in all others."""
+    copied = prepared(model, received.training)
+    own = dict(received.fresh.named_modules())
+    for name, layer in copied.named_modules():
+        pair = layer, own.get(name)
+        if all(isinstance(one, nn.Linear) and not one.weight.any() for one in pair):
+            assert isinstance(layer, nn.Linear)
+            layer.weight.data.normal_(0.0, layer.in_features**-0.5, generator=rng)
+    return copied
 
 
 def isolation(model: nn.Module, batch: Batch, training: LocalTraining) -> Isolation:

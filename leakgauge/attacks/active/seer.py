@@ -218,11 +218,16 @@ def gradients(
     ]
 
 
-def objective(rows: Tensor, picture: Tensor, decoder: Named, alpha: float) -> tuple[Tensor, Tensor]:
-    """The loss, and its first term a pixel.
+def shares_of(chosen: int, signs: Tensor) -> Tensor:
+    """The weights (3, B) of g_rec, Σ g_i and Σ s_i g_i over the others, both over √(B − 1)."""
+    shares = torch.stack([torch.zeros_like(signs), torch.ones_like(signs), signs])
+    shares /= max(1, len(signs) - 1) ** 0.5
+    shares[:, chosen] = torch.tensor([1.0, 0.0, 0.0])
+    return shares
 
-    `rows` (3, entries) are g_rec, Σ g_i and Σ s_i g_i over the others, both divided by √(B − 1).
-    """
+
+def objective(rows: Tensor, picture: Tensor, decoder: Named, alpha: float) -> tuple[Tensor, Tensor]:
+    """The loss, and its first term a pixel, from the gradients (3, entries) of `shares_of`."""
     code = disaggregate(rows, decoder)
     error = (decode(code[0], decoder) - picture).square().mean()
     left = (code[1:] @ decoder["r.weight"].T).square().mean()
@@ -238,9 +243,7 @@ def _trained(
     batch = Batch(public.inputs[picked], public.labels[picked])
     signs = torch.randint(2, (target.records,), generator=rng) * 2.0 - 1.0
     chosen = brightest(batch.inputs)
-    shares = torch.stack([torch.zeros_like(signs), torch.ones_like(signs), signs])
-    shares /= max(1, target.records - 1) ** 0.5
-    shares[:, chosen] = torch.tensor([1.0, 0.0, 0.0])
+    shares = shares_of(chosen, signs)
     leaves = [w.detach().requires_grad_() for w in joint.adam.weights]
     values = dict(zip((*joint.model, *DECODER), leaves, strict=True))
     weights = {name: values[name] for name in joint.model}

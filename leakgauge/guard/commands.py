@@ -1,0 +1,250 @@
+"""`leakgauge guard`: the guard for operators, and its evaluation.
+
+Exit codes of `check` and `remember`: 0 the policy lets the client train on this model, 1 EXPOSED
+and refused, 5 REJECT, 2 the command is wrong (no such file, unknown option, unusable data).
+A file of weights that cannot be read safely is no mistake of the operator's: it is REJECT.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+from leakgauge import data as datasets
+from leakgauge.detectors import fires
+from leakgauge.errors import CheckpointError, PlanError
+from leakgauge.files import read_tensors, write_json
+from leakgauge.guard import evaluate as evaluation
+from leakgauge.guard import findings
+from leakgauge.guard import policy as policies
+from leakgauge.guard.calibrate import calibrate as calibrated
+from leakgauge.guard.guard import Guard, Verdict
+from leakgauge.types import Batch, Dataset, Detection
+
+app = typer.Typer(
+    help="Is a received model fit to be trained on? Before training, on the client.",
+    no_args_is_help=True,
+)
+console = Console(emoji=False, highlight=False)
+aside = Console(emoji=False, highlight=False, stderr=True)  # where --json - leaves stdout alone
+CODES = {"EXPOSED": 1, "REJECT": 5}
+
+Make = Annotated[
+    str, typer.Option(help="Your own network, module:callable without arguments. It is run.")
+]
+Data = Annotated[
+    str | None,
+    typer.Option(help="Your own records: a folder of class folders, a .npz file, or a name."),
+]
+Size = Annotated[int, typer.Option(min=1, help="Side of the images of a folder.")]
+PolicyFile = Annotated[Path | None, typer.Option("--policy", help="Your policy (TOML).")]
+Missed = Annotated[
+    int, typer.Option(min=1, help="Rounds since the last remembered one, by your own count.")
+]
+Json = Annotated[
+    str | None, typer.Option("--json", help="Write the verdict to this file; - is stdout.")
+]
+
+
+@app.command()
+def check(
+    model: Annotated[Path, typer.Argument(help="The received weights: .safetensors, .pt, .pth.")],
+    make: Make,
+    data: Data = None,
+    size: Size = 32,
+    policy: PolicyFile = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder that remembers accepted rounds.")
+    ] = None,
+    missed: Missed = 1,
+    out: Json = None,
+) -> None:
+    """Test a received model. Nothing is changed, and nothing is remembered.
+
+    Exit codes: 0 train on it, 1 EXPOSED (an update would show single records; your policy refuses
+    that), 5 REJECT, 2 the command is wrong.
+    """
+    guard = _guard(make, policy, store)
+    verdict = _verdict(guard, model, _batch(data, size), missed)
+    _tell(verdict, out)
+    raise typer.Exit(0 if verdict.train else CODES[verdict.decision])
+
+
+@app.command()
+def remember(
+    model: Annotated[Path, typer.Argument(help="The received weights that you trained on.")],
+    sent: Annotated[Path, typer.Argument(help="The weights that you send back.")],
+    make: Make,
+    store: Annotated[Path, typer.Option(help="Folder that remembers accepted rounds.")],
+    data: Data = None,
+    size: Size = 32,
+    policy: PolicyFile = None,
+    missed: Missed = 1,
+    out: Json = None,
+) -> None:
+    """After training: test the model once more and remember the round, if the policy accepts it.
+
+    Exit codes as of `check`; only with 0 was anything remembered.
+    """
+    guard = _guard(make, policy, store)
+    back = read_tensors(sent)
+    verdict = _verdict(guard, model, _batch(data, size), missed)
+    if verdict.train:
+        guard.remember(verdict, back)
+    _tell(verdict, out)
+    raise typer.Exit(0 if verdict.train else CODES[verdict.decision])
+
+
+@app.command()
+def calibrate(
+    make: Make,
+    data: Annotated[str, typer.Option(help="Your own records: folder, .npz file, or a name.")],
+    out: Annotated[Path, typer.Option(help="Where to write the policy.")],
+    size: Size = 32,
+    policy: PolicyFile = None,
+) -> None:
+    """Raise thresholds where your own honest training needs it, and write the policy.
+
+    It needs the table [training] of a policy: what your local training does.
+    """
+    if out.exists():
+        raise PlanError(f"{out} is there already: name another file")
+    settings = policies.read(policy) if policy else policies.Settings()
+    new, said = calibrated(_make(make), _load(data, size), settings.training, settings.policy)
+    notes = said or ["no threshold had to be raised"]
+    policies.write(out, policies.Settings(new, settings.training), notes)
+    for note in notes:
+        console.print(escape(note), soft_wrap=True)
+    console.print(f"wrote {escape(str(out))}", soft_wrap=True)
+
+
+@app.command()
+def evaluate(
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("guard-evaluation"),
+    quick: Annotated[bool, typer.Option("--quick", help="A small one, in seconds.")] = False,
+    seed: Annotated[int, typer.Option(help="Of federations, clients and attacks.")] = 0,
+    policy: PolicyFile = None,
+) -> None:
+    """Honest federations and every active attack through the guard: false alarms and misses.
+
+    A minute with --quick, about 25 CPU-minutes without. The same command continues what was
+    interrupted. CIFAR-10 is used where LEAKGAUGE_DATA is set, else built-in photographs.
+    """
+    settings = policies.read(policy) if policy else policies.Settings()
+    with aside.status("") as status:
+        result = evaluation.run(
+            out,
+            quick=quick,
+            seed=seed,
+            policy=settings.policy,
+            progress=lambda done, total, name: status.update(f"{done} of {total}: {name}"),
+        )
+    print(findings.markdown(result))
+    console.print(f"result    {escape(str(out / 'result.json'))}", soft_wrap=True)
+
+
+def _guard(make: str, policy: Path | None, store: Path | None) -> Guard:
+    settings = policies.read(policy) if policy else policies.Settings()
+    return Guard(_make(make), settings.training, policy=settings.policy, store=store)
+
+
+def _make(spec: str) -> Callable[[], nn.Module]:
+    """The operator's own code, from the folder they stand in."""
+    module, _, name = spec.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the operator's module raises
+        raise PlanError(
+            f"--make {spec!r} could not be imported ({type(error).__name__}: {error}); expected "
+            "module:callable, with the module on the Python path or in this folder"
+        ) from error
+    if not callable(found):
+        raise PlanError(f"--make {spec!r} is a {type(found).__name__}, expected a callable")
+
+    def build() -> nn.Module:
+        try:
+            model = found()
+        except Exception as error:
+            raise PlanError(
+                f"--make {spec!r} failed ({type(error).__name__}: {error}); it is called without "
+                "arguments and returns your network"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"--make {spec!r} gave a {type(model).__name__}, expected an nn.Module")
+        return model
+
+    return build
+
+
+def _batch(data: str | None, size: int) -> Batch | None:
+    if data is None:
+        return None
+    loaded = _load(data, size)
+    return Batch(loaded.inputs, loaded.labels)
+
+
+def _load(data: str, size: int) -> Dataset:
+    if Path(data).is_dir():
+        return datasets.load("folder", path=data, size=size)
+    if data.endswith(".npz"):
+        return datasets.load("npz", path=data)
+    return datasets.load(data)
+
+
+def _verdict(guard: Guard, path: Path, batch: Batch | None, missed: int) -> Verdict:
+    """The verdict on a file. What cannot be read safely goes no further."""
+    if not path.is_file():
+        raise PlanError(f"there is no model at {path}: check the path")
+    try:
+        state = read_tensors(path)
+    except CheckpointError as error:
+        unread = Detection("file", 1.0, 0.0, "reject", str(error))
+        return Verdict("REJECT", False, (unread,), {"everything else": "nothing was read"})
+    return guard.check(state, batch, missed=missed)
+
+
+def _tell(verdict: Verdict, out: str | None) -> None:
+    if out not in (None, "-"):
+        write_json(Path(str(out)), verdict.as_dict())
+    page = aside if out == "-" else console
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("test")
+    table.add_column("score", justify="right")
+    table.add_column("threshold", justify="right")
+    table.add_column("")
+    table.add_column("tensor")
+    for one in verdict.detections:
+        mark = f"[bold red]{one.means}[/]" if fires(one) else "[green]passed[/]"
+        table.add_row(
+            one.test,
+            f"{one.score:.3g}",
+            f"{one.threshold:.3g}",
+            mark,
+            _shown(one.tensor or "")[:60],
+        )
+    page.print(table)
+    for name, reason in verdict.untested.items():
+        page.print(f"[yellow]not tested:[/] {escape(name)}: {escape(reason)}", soft_wrap=True)
+    if verdict.exposure:
+        page.print(f"self-audit: {escape(verdict.exposure)}", soft_wrap=True)
+    page.print(f"[bold]{_shown(str(verdict))}[/]", soft_wrap=True)
+    if out == "-":
+        print(json.dumps(verdict.as_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def _shown(text: str) -> str:
+    """Names come from the server: they may not speak to the terminal."""
+    return escape("".join(c if c.isprintable() else "·" for c in text))

@@ -1,0 +1,169 @@
+"""What a client tolerates: which tests it makes, and with which thresholds.
+
+A policy belongs to whoever runs the client. It is built in their code or read from their file
+before a model arrives; nothing that a server, or the submitter of a run, says is merged into it.
+
+    warm_up = {}                # on, with its defaults
+    probe = { isolation = 0.3 } # another threshold
+    first_conv = "off"
+    averaging = "plain"         # the server averages undefended updates: the head invariant holds
+
+    [training]                  # what local training does, as in a plan
+    lr = 0.01
+    batch_size = 32
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from leakgauge.config import build, did_you_mean
+from leakgauge.detectors import (
+    DSNR,
+    Continuity,
+    FirstConv,
+    HeadInvariant,
+    Probe,
+    Structure,
+    WarmUp,
+    Weights,
+)
+from leakgauge.errors import PlanError
+from leakgauge.files import write_atomic
+from leakgauge.types import Detector, LocalTraining
+
+Off: TypeAlias = Literal["off"]
+TESTS = frozenset(
+    {"continuity", "head-invariant", "duplicate-rows", "zero-rows", "near-zero-entries",
+     "bias-dominance", "stable-rank", "magnitude-pairs", "first-conv", "isolation", "d-snr",
+     "head-gain", "loss", "exact-d-snr", "warm-up"}
+)  # fmt: skip
+"""The tests whose threshold a policy may set. Faults of structure are not among them."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A test is its detector with its options, or "off".
+
+    `refuse_exposed` says whether a model whose update
+    would show single records is refused, though nothing shows that it was made so. `averaging` is
+    "plain" only if the operator knows that the server averages, and that no client adds noise: the
+    head invariant is then tested where local training is SGD without weight decay. `most_missed`
+    bounds the rounds that a client can say it missed, because tolerance grows with them.
+    `thresholds` overrule those of the detectors, by the name of the test.
+    """
+
+    continuity: Continuity | Off = field(default_factory=Continuity)
+    head_invariant: HeadInvariant | Off = field(default_factory=HeadInvariant)
+    weights: Weights | Off = field(default_factory=Weights)
+    first_conv: FirstConv | Off = field(default_factory=FirstConv)
+    probe: Probe | Off = field(default_factory=Probe)
+    exact_d_snr: DSNR | Off = "off"
+    warm_up: WarmUp | Off = "off"
+    refuse_exposed: bool = True
+    averaging: Literal["plain", "unknown"] = "unknown"
+    most_missed: int = 10
+    thresholds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.most_missed < 1:
+            raise ValueError(f"most_missed must be at least 1, got {self.most_missed}")
+        for name, value in self.thresholds.items():
+            if name not in TESTS:
+                raise ValueError(f"unknown test {name!r} in thresholds{did_you_mean(name, TESTS)}")
+            if not value >= 0:
+                raise ValueError(f"the threshold of {name} must be 0 or more, got {value}")
+
+    def tests(self, training: LocalTraining) -> dict[str, Detector | str]:
+        """Every test but that of structure, always made: its detector, or why it is off."""
+        chosen: dict[str, Detector | Off] = {
+            "continuity": self.continuity,
+            "head_invariant": self.head_invariant,
+            "weights": self.weights,
+            "first_conv": self.first_conv,
+            "probe": self.probe,
+            "exact_d_snr": self.exact_d_snr,
+            "warm_up": self.warm_up,
+        }
+        found: dict[str, Detector | str] = {
+            name: "the policy turns it off" if test == "off" else test
+            for name, test in chosen.items()
+        }
+        if not isinstance(found["head_invariant"], str):
+            if self.averaging != "plain":
+                found["head_invariant"] = 'the policy does not say averaging = "plain"'
+            elif training.optimiser != "sgd" or training.weight_decay:
+                found["head_invariant"] = "local training is not SGD without weight decay"
+        return found
+
+
+STRUCTURE = Structure()
+"""Always made, and with no threshold to raise."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator's file holds: the policy, and what local training does."""
+
+    policy: Policy = field(default_factory=Policy)
+    training: LocalTraining = field(default_factory=LocalTraining)
+
+
+def read(path: Path) -> Settings:
+    """The settings in a TOML file: the keys of `Policy`, and those of `LocalTraining` in a table
+    [training]. Unknown keys are errors."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"there is no policy at {path}: check the path") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} is not a policy (a TOML file): {error}") from error
+    return parse(table, path.name)
+
+
+def parse(table: Mapping[str, Any], where: str = "policy") -> Settings:
+    rest = {key: value for key, value in table.items() if key != "training"}
+    training = build(LocalTraining, table.get("training", {}), f"{where}: training")
+    return Settings(build(Policy, rest, where), training)
+
+
+def write(path: Path, settings: Settings, notes: list[str]) -> None:
+    """The settings as TOML, what differs from the defaults only, below the notes as comments."""
+    lines = [f"# {note}" for note in notes]
+    lines += _lines(settings.policy, Policy())
+    lines += ["", "[training]", *_lines(settings.training, LocalTraining())]
+    write_atomic(path, ("\n".join(lines) + "\n").encode())
+
+
+def _lines(value: Any, default: Any) -> list[str]:
+    lines = []
+    for one in dataclasses.fields(value):
+        mine, theirs = getattr(value, one.name), getattr(default, one.name)
+        if mine == theirs:
+            continue
+        if dataclasses.is_dataclass(mine) and not isinstance(mine, type):
+            kind = type(mine)()  # with the defaults
+            inside = [
+                f"{f.name} = {_toml(getattr(mine, f.name))}"
+                for f in dataclasses.fields(mine)
+                if getattr(mine, f.name) != getattr(kind, f.name)
+            ]
+            lines.append(f"{one.name} = {{ {', '.join(inside)} }}")
+        else:
+            lines.append(f"{one.name} = {_toml(mine)}")
+    return lines
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)

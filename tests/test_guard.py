@@ -1,0 +1,613 @@
+"""The guard: it fails closed, it disturbs nothing, and it remembers what it was told once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import re
+import tomllib
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from torch import nn
+
+from leakgauge.detectors import Continuity, Probe, WarmUp
+from leakgauge.errors import InputError, PlanError
+from leakgauge.fl.local import train
+from leakgauge.guard import Guard, Policy, calibrate
+from leakgauge.guard import policy as policies
+from leakgauge.tensors import parameters, subtract
+from leakgauge.types import Batch, Detection, LocalTraining
+
+TRAINING = LocalTraining(lr=0.1, batch_size=16, steps=2)
+
+
+def make() -> nn.Module:
+    return nn.Sequential(
+        OrderedDict(flat=nn.Flatten(), fc1=nn.Linear(192, 48), act=nn.ReLU(), head=nn.Linear(48, 4))
+    )
+
+
+@pytest.fixture
+def sent() -> nn.Module:
+    """The server's model: the same network from another seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return make()
+
+
+@pytest.fixture
+def records(easy) -> Batch:
+    return Batch(easy.inputs, easy.labels)
+
+
+def after(model: nn.Module, records: Batch, rng: torch.Generator) -> dict[str, torch.Tensor]:
+    """What a client sends back."""
+    return subtract(parameters(model), train(model, records, TRAINING, rng).update)
+
+
+def fished(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The head of a class-fishing server, written by hand."""
+    state = copy.deepcopy(model.state_dict())
+    state["head.weight"][1:] = 0.0
+    state["head.bias"][1:] = 1000.0
+    return state
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def test_honest_rounds_are_accepted_and_remembered(sent, records, rng):
+    guard = Guard(make, TRAINING)
+    for index in range(4):
+        verdict = guard.check(sent.state_dict(), records)
+        assert (verdict.decision, verdict.train, verdict.rounds) == ("ACCEPT", True, index)
+        assert ("continuity" in verdict.untested) == (index == 0)
+        back = after(sent, records, rng)
+        guard.remember(verdict, back)
+        sent.load_state_dict(back)
+
+
+def test_a_model_from_another_world_is_rejected_once_there_is_a_memory(sent, records, rng):
+    guard = Guard(make, TRAINING)
+    guard.remember(guard.check(sent.state_dict(), records), after(sent, records, rng))
+    torch.manual_seed(8)
+    verdict = guard.check(make().state_dict(), records)
+    assert verdict.decision == "REJECT"
+    assert [d.test for d in verdict.fired] == ["continuity"]
+
+
+def test_fishing_is_rejected_with_the_tensor_and_in_words(sent, records):
+    verdict = Guard(make, TRAINING).check(fished(sent), records)
+    assert verdict.decision == "REJECT"
+    assert not verdict.train
+    assert {"zero-rows", "bias-dominance"} <= {d.test for d in verdict.fired}
+    assert {d.tensor for d in verdict.fired} == {"head.weight"}
+    assert str(verdict).startswith("REJECT: ")
+
+
+def zero_headed() -> nn.Module:
+    """Ten classes, and a head that starts from zeros."""
+    layers = OrderedDict(
+        flat=nn.Flatten(), fc1=nn.Linear(192, 48), act=nn.ReLU(), head=nn.Linear(48, 10)
+    )
+    nn.init.zeros_(layers["head"].weight)
+    nn.init.zeros_(layers["head"].bias)
+    return nn.Sequential(layers)
+
+
+def test_a_head_from_zeros_may_hold_copies_and_be_unbalanced(records, rng):
+    """Six classes that nobody holds get the same rows; trained rows are far larger."""
+    training = replace(TRAINING, optimiser="adam", lr=1e-3)
+    guard = Guard(zero_headed, training)
+    model = zero_headed()
+    for _ in range(3):
+        verdict = guard.check(model.state_dict(), records)
+        assert verdict.decision == "ACCEPT", str(verdict)
+        update = train(model, records, training, rng).update
+        back = subtract(parameters(model), update)
+        guard.remember(verdict, back)
+        model.load_state_dict(back)
+    rows = nn.functional.normalize(model.head.weight.detach()[4:])
+    assert (rows @ rows.T).min() > 0.98  # they are copies
+
+
+def test_fishing_in_a_head_from_zeros_is_rejected(records):
+    verdict = Guard(zero_headed, TRAINING).check(fished(zero_headed()), records)
+    assert verdict.decision == "REJECT"
+    assert "bias-dominance" in {d.test for d in verdict.fired}
+
+
+def test_without_records_the_verdict_says_what_was_not_tested(sent):
+    verdict = Guard(make, TRAINING).check(sent.state_dict())
+    assert verdict.decision == "ACCEPT"
+    assert verdict.untested["probe"] == "no records were given"
+    assert verdict.exposure is None
+    assert "not tested" in str(verdict)
+
+
+def isolating(model: nn.Module, records: Batch) -> dict[str, torch.Tensor]:
+    """A first layer whose unit k is on for record k alone, of unremarkable size and bias."""
+    state = copy.deepcopy(model.state_dict())
+    x = records.inputs[:48].flatten(1).double()
+    others = records.inputs.flatten(1).double()
+    # Least squares: ⟨w_k, x_i⟩ + b is +1 for i = k and −1 for all others.
+    design = torch.cat([others, torch.ones(len(others), 1)], 1)
+    wanted = 2.0 * torch.eye(len(others), len(x)).double() - 1
+    solved = torch.linalg.lstsq(design, wanted).solution
+    state["fc1.weight"] = solved[:-1].T.float()
+    state["fc1.bias"] = solved[-1].float()
+    return state
+
+
+def test_the_self_audit_counts_the_records_that_can_be_read(sent, records):
+    """48 units, each on for one of the 64 records: 48 can be read."""
+    state = isolating(sent, records)
+    model = make()
+    model.load_state_dict(state)
+    on = (model.fc1(records.inputs.flatten(1)) > 0).float()
+    assert torch.equal(on, torch.eye(64, 48))
+    verdict = Guard(make, TRAINING).check(state, records)
+    assert verdict.exposure == "about 48 of your 64 images could be read exactly"
+    assert verdict.decision != "ACCEPT"
+
+
+def test_what_a_head_of_zeros_hides_in_the_first_step_is_probed(records):
+    """It passes nothing back, so no unit shows a record; after one step of training they do."""
+    model = zero_headed()
+    state = isolating(model, records)
+    verdict = Guard(zero_headed, TRAINING).check(state, records)
+    assert verdict.exposure == "about 48 of your 64 images could be read exactly"
+    assert verdict.decision != "ACCEPT"
+
+
+def test_an_exposed_model_is_refused_unless_the_policy_says_otherwise(sent, records, monkeypatch):
+    exposed = Detection("isolation", 0.5, 0.2, "exposed", "half of it")
+    monkeypatch.setattr(Probe, "inspect", lambda *_: (exposed,))
+    strict = Guard(make, TRAINING)
+    verdict = strict.check(sent.state_dict(), records)
+    assert (verdict.decision, verdict.train) == ("EXPOSED", False)
+    with pytest.raises(InputError, match=r"only if verdict\.train"):
+        strict.remember(verdict, sent.state_dict())
+    lenient = Guard(make, TRAINING, policy=Policy(refuse_exposed=False))
+    verdict = lenient.check(sent.state_dict(), records)
+    assert (verdict.decision, verdict.train) == ("EXPOSED", True)
+    lenient.remember(verdict, sent.state_dict())
+    assert lenient.check(sent.state_dict(), records).rounds == 1
+
+
+# --- it fails closed ------------------------------------------------------------------------------
+
+
+def test_a_broken_test_rejects_and_the_others_are_still_made(sent, records, monkeypatch):
+    def breaks(*_):
+        raise ZeroDivisionError("by the model")
+
+    monkeypatch.setattr(Probe, "inspect", breaks)
+    verdict = Guard(make, TRAINING).check(sent.state_dict(), records)
+    assert verdict.decision == "REJECT"
+    assert [d.test for d in verdict.fired] == ["probe"]
+    assert "ZeroDivisionError: by the model" in str(verdict)
+    assert "zero-rows" in {d.test for d in verdict.detections}
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_is_no_number_rejects_and_fits_in_json(sent, records, monkeypatch, score):
+    found = Detection("isolation", score, math.inf if math.isnan(score) else 0.2, "reject", "odd")
+    monkeypatch.setattr(Probe, "inspect", lambda *_: (found,))
+    verdict = Guard(make, TRAINING).check(sent.state_dict(), records)
+    assert verdict.decision == "REJECT"
+    told = json.loads(json.dumps(verdict.as_dict(), allow_nan=False))
+    assert [d["score"] for d in told["detections"] if d["fired"]] == [str(score)]
+
+
+def test_a_guard_that_fails_itself_rejects(sent, monkeypatch):
+    monkeypatch.setattr(Policy, "tests", lambda *_: 1 / 0)
+    verdict = Guard(make, TRAINING).check(sent.state_dict())
+    assert verdict.decision == "REJECT"
+    assert "ZeroDivisionError" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(torch.full((4, 3, 8, 8), math.nan), torch.zeros(4, dtype=torch.long)),
+        Batch(torch.rand(4, 3, 8, 8), torch.zeros(3, dtype=torch.long)),
+        Batch(torch.rand(0, 3, 8, 8), torch.zeros(0, dtype=torch.long)),
+        Batch(torch.rand(4, 3, 9, 9), torch.zeros(4, dtype=torch.long)),
+        Batch(torch.rand(4, 3, 8, 8), torch.full((4,), 99)),
+        "not a batch",
+    ],
+)
+def test_records_that_cannot_be_used_reject(sent, batch):
+    assert Guard(make, TRAINING).check(sent.state_dict(), batch).decision == "REJECT"
+
+
+def test_only_structure_looks_at_a_broken_model(sent, records):
+    state = sent.state_dict()
+    state["fc1.weight"][0, 0] = math.nan
+    verdict = Guard(make, TRAINING).check(state, records)
+    assert verdict.decision == "REJECT"
+    assert [d.test for d in verdict.detections] == ["structure"]
+    assert set(verdict.untested) == set(Policy().tests(TRAINING))
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
+
+
+def garbage() -> st.SearchStrategy:
+    things = st.one_of(
+        st.none(), st.integers(), st.text(max_size=3), st.floats(), st.binary(max_size=3),
+        st.builds(object), st.builds(lambda: nn.Linear(2, 2)),
+    )  # fmt: skip
+    return st.one_of(
+        things,
+        st.lists(things, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), things, max_size=3),
+    )
+
+
+@given(garbage())
+@examples(max_examples=40)
+def test_garbage_is_rejected(thing):
+    assert Guard(make, TRAINING).check(thing).decision == "REJECT"
+
+
+@st.composite
+def networks(draw, least: int = 1) -> nn.Module:
+    """Small networks of several kinds, in one of three types."""
+    width = draw(st.integers(least, 12))
+    act = draw(st.sampled_from([nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid]))
+    kind = draw(st.sampled_from(["linear", "mlp", "conv", "norm", "group", "frozen"]))
+    layers: list[nn.Module] = []
+    if kind in ("conv", "norm", "group"):
+        layers = [nn.Conv2d(3, 2 * width, 3, padding=1, bias=draw(st.booleans())), act()]
+        layers += [nn.BatchNorm2d(2 * width)] * (kind == "norm")
+        layers += [nn.GroupNorm(2, 2 * width)] * (kind == "group")
+        layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8 * width, 4)]
+    elif kind == "linear":
+        layers = [nn.Flatten(), nn.Linear(192, 4, bias=draw(st.booleans()))]
+    else:
+        layers = [nn.Flatten(), nn.Linear(192, width), act(), nn.Linear(width, 4)]
+    net = nn.Sequential(*layers)
+    if kind == "frozen":
+        net[1].requires_grad_(False)
+    return net.to(draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])))
+
+
+BREAKS = {
+    "missing": lambda s, k: s.pop(k),
+    "extra": lambda s, k: s.update({k + "x": s[k]}),
+    "nan": lambda s, k: s[k].view(-1)[:1].fill_(math.nan),
+    "inf": lambda s, k: s[k].view(-1)[-1:].fill_(-math.inf),
+    "shape": lambda s, k: s.update({k: s[k][None]}),
+    "type": lambda s, k: s.update({k: s[k].to(torch.float16)}),
+    "number": lambda s, k: s.update({k: 1.0}),
+    "none": lambda s, k: s.update({k: None}),
+    "sparse": lambda s, k: s.update({k: s[k].to_sparse()}),
+    "meta": lambda s, k: s.update({k: s[k].to("meta")}),
+    "key": lambda s, k: s.update({7: s[k]}),
+    "list": lambda s, k: s.update({k: s[k].tolist()}),
+}
+
+
+@given(networks(), st.sampled_from(sorted(BREAKS)), st.data())
+@examples(max_examples=60)
+def test_a_broken_state_of_any_network_is_rejected_and_disturbs_nothing(net, how, data):
+    guard = Guard(lambda: net, TRAINING)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    floats = [name for name, value in state.items() if value.is_floating_point()]
+    BREAKS[how](state, data.draw(st.sampled_from(floats)))
+    batch = Batch(torch.rand(8, 3, 8, 8), torch.arange(8) % 4)
+    before = torch.get_rng_state()
+    verdict = guard.check(state, batch)
+    assert verdict.decision == "REJECT"
+    assert [d.test for d in verdict.detections] == ["structure"]
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(InputError):
+        guard.remember(verdict, net.state_dict())
+
+
+@given(networks(least=6))  # a head that sees fewer features treats classes unequally by chance
+@examples(max_examples=30)
+def test_every_honest_fresh_network_gets_a_verdict_and_no_test_breaks(net):
+    guard = Guard(lambda: net, TRAINING)
+    batch = Batch(torch.rand(20, 3, 8, 8), torch.arange(20) % 4)
+    verdict = guard.check(net.state_dict(), batch)
+    assert not [d for d in verdict.detections if "could not be made" in d.reason]
+    assert verdict.decision in ("ACCEPT", "EXPOSED")
+
+
+# --- it disturbs nothing --------------------------------------------------------------------------
+
+
+def rude() -> nn.Module:
+    """A constructor that draws from every generator and changes the default type."""
+    random.random()
+    np.random.rand()  # noqa: NPY002
+    torch.rand(1)
+    model = make().eval()
+    torch.set_default_dtype(torch.float64)
+    return model
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(warm_up=WarmUp())], ids=["default", "warm-up"])
+def test_state_generators_modes_and_types_stay(sent, records, policy):
+    torch.manual_seed(3)
+    random.seed(3)
+    state = sent.state_dict()
+    copied = copy.deepcopy(state)
+    inputs = records.inputs.clone()
+    seen = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    with torch.no_grad():
+        guard = Guard(rude, TRAINING, policy=policy)
+        verdict = guard.check(state, records)
+        assert not torch.is_grad_enabled()
+    assert verdict.decision == "ACCEPT"
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.equal(torch.get_rng_state(), seen[0])
+    assert random.getstate() == seen[1]
+    assert (np.random.get_state()[1] == seen[2]).all()  # noqa: NPY002
+    assert all(torch.equal(state[name], copied[name]) for name in copied)
+    assert torch.equal(records.inputs, inputs)
+    assert sent.training
+
+
+def test_the_verdict_does_not_depend_on_the_generators(sent, records):
+    verdicts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        verdicts.append(Guard(make, TRAINING).check(sent.state_dict(), records))
+    first, second = ([(d.test, d.score) for d in v.detections] for v in verdicts)
+    assert first == second
+
+
+def test_it_works_inside_inference_mode(sent, records):
+    with torch.inference_mode():
+        state = {name: value.clone() for name, value in sent.state_dict().items()}
+        verdict = Guard(make, TRAINING).check(state, records)
+    assert verdict.decision == "ACCEPT"
+
+
+def test_the_constructor_may_return_the_model_that_is_being_trained(sent, records):
+    guard = Guard(lambda: sent, TRAINING)
+    state = {name: value.clone() for name, value in sent.state_dict().items()}
+    nn.init.zeros_(sent.head.weight)  # training goes on
+    assert guard.check(state, records).decision == "ACCEPT"
+    assert not sent.head.weight.any()
+
+
+def test_a_constructor_that_gives_no_network_is_an_error():
+    with pytest.raises(InputError, match=r"gave a int, expected the client's own nn\.Module"):
+        Guard(lambda: 3, TRAINING)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_sizes_of_own_update_and_of_steps_are_remembered(sent):
+    """Known moves: 0.5 in one entry by the client, 0.3 by the server over three rounds."""
+    guard = Guard(make, TRAINING)
+    state = copy.deepcopy(sent.state_dict())
+    back = copy.deepcopy(state)
+    back["head.bias"][0] += 0.5
+    guard.remember(guard.check(state), back)
+    own = guard._memory.own
+    assert own["head.bias"] == pytest.approx(0.5)
+    assert own["fc1.weight"] == 0.0
+    moved = copy.deepcopy(state)
+    moved["head.bias"][1] -= 0.3
+    verdict = guard.check(moved, missed=3)
+    assert {d.test: d.score for d in verdict.detections}["continuity"] == pytest.approx(0.2)
+    guard.remember(verdict, back)
+    assert guard._memory.steps[0]["head.bias"] == pytest.approx(0.1)
+    assert guard._memory.rounds == 2
+
+
+def test_a_network_with_zeros_has_slack_until_a_step_is_stored():
+    """Moved three times as far as the client itself: 3 / slack, then 3 of the stored step."""
+    guard = Guard(zero_headed, TRAINING)
+    state = zero_headed().state_dict()
+    moved = copy.deepcopy(state)
+    moved["fc1.bias"][0] += 0.1
+    guard.remember(guard.check(state), moved)
+    scores = []
+    for shift in (0.3, 0.9):
+        state = copy.deepcopy(state)
+        state["fc1.bias"][0] += shift
+        verdict = guard.check(state)
+        scores.append({d.test: d.score for d in verdict.detections}["continuity"])
+        guard.remember(verdict, state)
+    assert scores == pytest.approx([1.0, 3.0], rel=1e-4)
+
+
+def test_missed_rounds_are_bounded_by_the_policy(sent):
+    guard = Guard(make, TRAINING, policy=Policy(most_missed=4))
+    state = copy.deepcopy(sent.state_dict())
+    back = copy.deepcopy(state)
+    back["head.bias"][0] += 0.5
+    guard.remember(guard.check(state), back)
+    state["head.bias"][0] += 1.0
+    scores = [
+        {d.test: d.score for d in guard.check(state, missed=m).detections}["continuity"]
+        for m in (1, 4, 10_000, -5)
+    ]
+    assert scores == pytest.approx([2.0, 0.5, 0.5, 2.0])
+
+
+def test_only_the_latest_verdict_is_remembered_and_once(sent, records, rng):
+    guard = Guard(make, TRAINING)
+    first = guard.check(sent.state_dict(), records)
+    second = guard.check(sent.state_dict(), records)
+    back = after(sent, records, rng)
+    with pytest.raises(InputError, match="latest verdict"):
+        guard.remember(first, back)
+    with pytest.raises(InputError, match="latest verdict"):
+        Guard(make, TRAINING).remember(second, back)
+    guard.remember(second, back)
+    with pytest.raises(InputError, match="once"):
+        guard.remember(second, back)
+
+
+@pytest.mark.parametrize("how", ["missing", "shape", "nan"])
+def test_weights_that_cannot_be_the_clients_are_not_remembered(sent, records, rng, how):
+    guard = Guard(make, TRAINING)
+    verdict = guard.check(sent.state_dict(), records)
+    back = after(sent, records, rng)
+    BREAKS[how](back, "head.weight")
+    with pytest.raises(InputError, match=r"head\.weight"):
+        guard.remember(verdict, back)
+    guard.remember(verdict, after(sent, records, rng))  # it can be mended
+
+
+def test_a_checked_state_that_changes_later_is_remembered_as_it_was_checked(sent, records, rng):
+    guard = Guard(make, TRAINING)
+    verdict = guard.check(sent.state_dict(), records)
+    back = after(sent, records, rng)
+    kept = sent.head.weight.detach().clone()
+    nn.init.zeros_(sent.head.weight)
+    guard.remember(verdict, back)
+    assert torch.equal(guard._memory.state["head.weight"], kept)
+
+
+def test_the_warm_up_remembers_its_record(sent, records, rng):
+    guard = Guard(make, TRAINING, policy=Policy(warm_up=WarmUp(at_start=False)))
+    for index in range(4):
+        verdict = guard.check(sent.state_dict(), records)
+        assert ("warm-up" in {d.test for d in verdict.detections}) == (index == 3)
+        back = after(sent, records, rng)
+        guard.remember(verdict, back)
+        sent.load_state_dict(back)
+    assert len(guard._memory.snapshots) == 4
+
+
+# --- policy ---------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_built_from_a_table_and_strictly():
+    settings = policies.parse(
+        {
+            "warm_up": {},
+            "continuity": {"threshold": 7},
+            "probe": "off",
+            "thresholds": {"bias-dominance": 4},
+            "training": {"lr": 0.5, "momentum": 0.9},
+        }
+    )
+    policy = settings.policy
+    assert policy == Policy(
+        warm_up=WarmUp(),
+        continuity=Continuity(threshold=7.0),
+        probe="off",
+        thresholds={"bias-dominance": 4.0},
+    )
+    assert settings.training == LocalTraining(lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"continuty": "off"}, "did you mean 'continuity'"),
+        ({"probe": {"isolatoin": 1}}, "did you mean 'isolation'"),
+        ({"probe": "of"}, "did you mean 'off'"),
+        ({"thresholds": {"isolaton": 0.3}}, "did you mean 'isolation'"),
+        ({"thresholds": {"structure": 5.0}}, "unknown test 'structure'"),
+        ({"thresholds": {"isolation": -1.0}}, "must be 0 or more"),
+        ({"thresholds": {"isolation": math.nan}}, "must be 0 or more"),
+        ({"most_missed": 0}, "at least 1"),
+        ({"training": {"lrr": 1}}, "did you mean 'lr'"),
+    ],
+)
+def test_a_wrong_policy_is_refused_in_words(table, message):
+    with pytest.raises(PlanError, match=message):
+        policies.parse(table)
+
+
+def test_a_written_policy_reads_the_same(tmp_path):
+    settings = policies.Settings(
+        Policy(
+            warm_up=WarmUp(at_start=False),
+            exact_d_snr="off",
+            probe=Probe(isolation=0.31),
+            refuse_exposed=False,
+            thresholds={"head-gain": 4.5},
+        ),
+        LocalTraining(lr=0.2, mean=(0.1, 0.2, 0.3)),
+    )
+    policies.write(tmp_path / "p.toml", settings, ["why it is so"])
+    assert policies.read(tmp_path / "p.toml") == settings
+    assert (tmp_path / "p.toml").read_text().startswith("# why it is so\n")
+
+
+@pytest.mark.parametrize(
+    ("policy", "training", "on"),
+    [
+        (Policy(averaging="plain"), TRAINING, True),
+        (Policy(averaging="plain"), replace(TRAINING, momentum=0.9), True),
+        (Policy(), TRAINING, False),
+        (Policy(averaging="plain"), replace(TRAINING, weight_decay=1e-4), False),
+        (Policy(averaging="plain"), replace(TRAINING, optimiser="adam"), False),
+        (Policy(averaging="plain", head_invariant="off"), TRAINING, False),
+    ],
+)
+def test_the_head_invariant_is_tested_only_where_it_holds(policy, training, on):
+    assert isinstance(policy.tests(training)["head_invariant"], str) != on
+
+
+def test_the_expensive_tests_are_off_by_default():
+    off = {name for name, test in Policy().tests(TRAINING).items() if isinstance(test, str)}
+    assert off == {"exact_d_snr", "head_invariant", "warm_up"}
+
+
+def test_a_threshold_of_the_policy_overrules_the_detectors(sent, records):
+    guard = Guard(make, TRAINING, policy=Policy(thresholds={"head-gain": 0.5}))
+    verdict = guard.check(sent.state_dict(), records)
+    assert [(d.test, d.threshold) for d in verdict.fired] == [("head-gain", 0.5)]
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def test_calibration_raises_what_honest_training_needs_and_says_so(easy):
+    tight = Policy(continuity=Continuity(threshold=1e-3), thresholds={"head-gain": 50.0})
+    policy, said = calibrate(make, easy, TRAINING, tight)
+    assert set(policy.thresholds) >= {"continuity", "head-gain"}
+    assert policy.thresholds["continuity"] > 1e-3
+    assert policy.thresholds["head-gain"] == 50.0  # never lowered
+    assert any(line.startswith("continuity: raised from 0.001 to") for line in said)
+    assert not any("head-gain" in line for line in said)
+    again, more = calibrate(make, easy, TRAINING, policy)
+    assert again == policy
+    assert more == []
+
+
+def test_a_network_that_needs_nothing_keeps_its_policy(easy):
+    wide = Policy(probe=Probe(isolation=0.9))
+    assert calibrate(make, easy, TRAINING, wide) == (wide, [])
+
+
+def test_calibration_excuses_no_broken_model(easy):
+    def diverged() -> nn.Module:
+        model = make()
+        nn.init.constant_(model.head.weight, math.nan)
+        return model
+
+    with pytest.raises(InputError, match="no threshold can mend that"):
+        calibrate(diverged, easy, TRAINING)
+
+
+def test_the_policy_in_the_documentation_is_one():
+    page = Path(__file__).parents[1] / "docs" / "howto" / "guard.md"
+    (table,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    settings = policies.parse(tomllib.loads(table))
+    assert settings.policy.probe == Probe(isolation=0.3)
+    assert settings.training.steps == 8

@@ -1,0 +1,140 @@
+"""The evaluation of the guard: its arithmetic, that it can be continued, and what it finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from leakgauge.attacks.active import ACTIVE_ATTACKS
+from leakgauge.guard import Policy, evaluate, findings
+from leakgauge.types import Batch
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """One small evaluation, and where it is."""
+    out = tmp_path_factory.mktemp("evaluation")
+    return evaluate.run(out, quick=True), out
+
+
+@pytest.mark.parametrize("n", [1, 20, 300])
+def test_bounds_are_those_of_the_binomial(n):
+    """None of n: (1 − p)^n = 0.05 at the bound; all of n: p^n = 0.05."""
+    assert (1 - findings.upper(0, n)) ** n == pytest.approx(0.05)
+    assert findings.lower(n, n) ** n == pytest.approx(0.05)
+    assert findings.upper(n, n) == 1.0
+    assert findings.lower(0, n) == 0.0
+
+
+def test_a_bound_with_events_sums_the_binomial():
+    p = findings.upper(1, 20)
+    assert (1 - p) ** 20 + 20 * p * (1 - p) ** 19 == pytest.approx(0.05)
+
+
+def test_honest_clients_are_not_rejected(quick):
+    result, _ = quick
+    assert result["benign"]["checks"] >= 12
+    assert result["benign"]["REJECT"] == 0
+
+
+def test_every_manipulated_model_is_caught_with_and_without_a_memory(quick):
+    """But for trap weights that hardly work: on images of 16 × 16, without a memory, only what they
+    expose gives them away, and that is what the policy tolerates."""
+    _, out = quick
+    records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    lines = [line for r in records for line in r.get("attacked", ()) if line["decision"]]
+    assert sum(line["round"] == 0 for line in lines) >= 30
+    assert sum(line["round"] > 0 for line in lines) >= 30
+    for line in lines:
+        if line["decision"] == "ACCEPT":
+            assert (line["attack"], line["round"]) == ("trap-weights", 0)
+            assert line["tests"]["isolation"][0] <= 0.2
+
+
+def test_what_could_not_be_made_is_in_the_result(quick):
+    """Fishing by a feature needs more public images of a class than the photographs have."""
+    result, _ = quick
+    assert "public images" in result["attacks"]["fishing (by feature)"]["not_applicable"][0]
+
+
+def test_the_self_audit_says_how_many_images_are_recovered(quick):
+    result, _ = quick
+    runs = [run for one in result["recovery"] for run in one["runs"]]
+    assert len(runs) == 15
+    assert max(run["recovered"] for run in runs) >= 20
+    assert all(abs(run["said"] - run["recovered"]) <= 6 for run in runs)
+
+
+def test_a_second_run_computes_nothing_and_says_the_same(quick, monkeypatch):
+    result, out = quick
+    lines = (out / "records.jsonl").read_text()
+    monkeypatch.setattr(evaluate, "play", lambda *_: pytest.fail("a unit was run again"))
+    assert evaluate.run(out, quick=True) == result
+    assert (out / "records.jsonl").read_text() == lines
+    assert json.loads((out / "result.json").read_text()) == result
+    assert (out / "figure.png").stat().st_size > 10_000
+    assert "| attack |" in (out / "table.md").read_text()
+
+
+def test_a_line_that_a_crash_cut_off_is_run_again(quick, tmp_path):
+    _, out = quick
+    *whole, last = (out / "records.jsonl").read_text().splitlines()
+    (tmp_path / "records.jsonl").write_text("\n".join([*whole, last[:40]]))
+    evaluate.run(tmp_path, quick=True)
+    lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()
+             if line != last[:40]]  # fmt: skip
+    assert [line["id"] for line in lines] == [json.loads(one)["id"] for one in [*whole, last]]
+
+
+def test_another_policy_is_another_evaluation(quick, tmp_path):
+    """Its units are not taken for those of this one."""
+    _, out = quick
+    (tmp_path / "records.jsonl").write_bytes((out / "records.jsonl").read_bytes())
+    data = evaluate.load_data(quick=True)
+    ran = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(evaluate, "units", lambda *_: {"cost/mlp": lambda: ran.append(1) or COST})
+        evaluate.run(tmp_path, quick=True, policy=Policy(refuse_exposed=False))
+    assert ran == [1]
+    assert data.private.name == "photos"
+
+
+COST = {"kind": "cost", "host": "mlp", "epoch": 1.0, "checks": [0.1], "weights": 1}
+
+
+def test_clients_and_server_share_no_image_and_no_initialisation():
+    data = evaluate.load_data(quick=True)
+    private = {one.numpy().tobytes() for one in data.private.inputs}
+    assert not private & {one.numpy().tobytes() for one in data.public.inputs}
+    case = evaluate.Federation("mlp")
+    make = evaluate._maker(case, data)
+    one, two = (
+        evaluate._started(make, case, data, torch.Generator().manual_seed(s)) for s in (0, 1)
+    )
+    assert not torch.equal(one.fc1.weight, two.fc1.weight)
+
+
+def test_a_zero_head_and_a_pretrained_start_are_what_they_say():
+    data = evaluate.load_data(quick=True)
+    zero = evaluate.Federation("mlp", start="zero-head")
+    rng = torch.Generator().manual_seed(0)
+    model = evaluate._started(evaluate._maker(zero, data), zero, data, rng)
+    assert not model.fc3.weight.any()
+    case = replace(zero, start="pretrained")
+    model = evaluate._started(evaluate._maker(case, data), case, data, rng)
+    batch = Batch(data.public.inputs, data.public.labels)
+    training = evaluate._training(case, data.public)
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
+    right = model((batch.inputs - mean) / std).argmax(1) == batch.labels
+    assert right.float().mean() > 0.6
+
+
+def test_every_active_attack_is_evaluated():
+    assert set(ACTIVE_ATTACKS) == {variant.attack for variant in evaluate.VARIANTS}
+    hosts = {host for variant in evaluate.VARIANTS for host in variant.hosts}
+    cases = evaluate.federations(quick=False)
+    assert {case.host for case in cases if case.attacks} == hosts == set(evaluate.HOSTS)
