@@ -3,6 +3,7 @@
 from leakgauge import attacks, data, defences, metrics, models
 from leakgauge._version import __version__
 from leakgauge.fl import Scenario, simulate
+from leakgauge.guard import Guard
 from leakgauge.threat import check, observe
 from leakgauge.types import (
     Batch,
@@ -18,6 +19,7 @@ from leakgauge.types import (
 __all__ = [
     "Batch",
     "Dataset",
+    "Guard",
     "LocalTraining",
     "Observation",
     "Reconstruction",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from leakgauge.errors import PlanError
@@ -32,6 +33,27 @@ def choose(table: Mapping[str, T], name: object, what: str) -> T:
     if not isinstance(name, str) or name not in table:
         raise PlanError(f"unknown {what} {name!r}{did_you_mean(str(name), table)}")
     return table[name]
+
+
+def imported(spec: str, what: str) -> Callable[..., Any]:
+    """The callable that "module:callable" names. It is the user's code: importing it runs it."""
+    module_name, _, name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise PlanError(
+            f"{what} {spec!r} could not be imported ({type(error).__name__}: {error}): expected "
+            '"module:callable", with the module on the Python path or in the folder you run from'
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        kind = "nothing" if found is None else f"a {type(found).__name__}"
+        raise PlanError(
+            f"{what} {spec!r}: expected a callable {name} in {module_name}, got {kind}"
+            + did_you_mean(name, functions)
+        )
+    return found  # type: ignore[no-any-return]  # callable() does not narrow Any
 
 
 def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:

@@ -361,7 +361,7 @@ def crash():
         ("conv_head", "End the model in nn.Linear"),
         ("wrong_classes", r"logits \(2, 10\)"),
         ("crash", "weights on a tape"),
-        ("nothing", "could not be imported"),
+        ("nothing", "expected a callable nothing"),
     ],
 )
 def test_an_own_model_that_will_not_do_is_refused(desk, refused, model, words):

@@ -162,7 +162,7 @@ def test_own_code_returns_a_pair_or_a_data_set(own_code):
 @pytest.mark.parametrize(
     ("spec", "options", "error", "words"),
     [
-        ("no_such_module:make", {}, PlanError, "cannot import no_such_module"),
+        ("no_such_module:make", {}, PlanError, "no_such_module:make' could not be imported"),
         ("own_data_module:pairs", {}, PlanError, "got nothing; did you mean 'pair'"),
         ("own_data_module:number", {}, PlanError, "got a int"),
         ("own_data_module:pair", {"m": 3}, PlanError, "unknown option 'm'"),

@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_safely_is_rejected(desk, monkeypatch, capsys
     ("words", "message"),
     [
         (("check", "no.pt", *OWN), "there is no model at no.pt"),
-        (("check", "good.safetensors", "--make", "ours:mak"), "could not be imported"),
+        (("check", "good.safetensors", "--make", "ours:mak"), "did you mean 'make'"),
         (("check", "good.safetensors", "--make", "theirs:make"), "could not be imported"),
         (("check", "good.safetensors", "--make", "ours:wrong"), "gave a int"),
         (("check", "good.safetensors", "--make", "ours:needy"), "without arguments"),

@@ -654,8 +654,8 @@ def test_trying_out_an_own_model_restores_its_modes(own: str) -> None:
 @pytest.mark.parametrize(
     ("what", "error", "words"),
     [
-        ("missing", PlanError, "could not be imported .*AttributeError"),
-        ("constant", PlanError, "is a int, expected a callable"),
+        ("missing", PlanError, "expected a callable missing in .*, got nothing"),
+        ("constant", PlanError, "expected a callable constant in .*, got a int"),
         ("raises", PlanError, "could not be built .*no licence"),
         ("not_a_model", PlanError, "gave a int, expected an nn.Module"),
         ("no_weights", InputError, "no trainable parameter"),

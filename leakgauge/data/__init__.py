@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from leakgauge.config import did_you_mean
+from leakgauge.config import did_you_mean, imported
 from leakgauge.data import cifar, digits, fetch, folder, mnist, npz, photos, user
 from leakgauge.data._root import data_root
 from leakgauge.errors import PlanError
@@ -34,7 +34,7 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
 def load(name: str, /, **options: Any) -> Dataset:
     """The data set of this name, or what `module:callable` returns, with these options."""
     if user.is_spec(name):
-        make = user.find_callable(name)
+        make = imported(name, "data")
         _check_options(name, make, options)
         return user.as_dataset(name, make(**options))
     if name not in DATASETS:

@@ -8,43 +8,18 @@ modules you trust.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from leakgauge.config import did_you_mean
 from leakgauge.data._dataset import make_dataset
-from leakgauge.errors import DataError, PlanError
+from leakgauge.errors import DataError
 from leakgauge.types import Dataset
 
 
 def is_spec(name: str) -> bool:
     """Does it read `module:callable`?"""
     return re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", name) is not None
-
-
-def find_callable(spec: str) -> Callable[..., Any]:
-    """The object that `module:callable` names."""
-    module_name, name = spec.split(":")
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise PlanError(
-            f"data {spec!r}: cannot import {module_name} ({error}); install it, or run from the "
-            "folder that holds it."
-        ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
-        raise PlanError(
-            f"data {spec!r}: expected a callable {name} in {module_name}, got {kind}"
-            + did_you_mean(name, functions)
-        )
-    return found  # type: ignore[no-any-return]
 
 
 def as_dataset(spec: str, result: object) -> Dataset:

@@ -7,7 +7,6 @@ A file of weights that cannot be read safely is no mistake of the operator's: it
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from rich.table import Table
 from torch import nn
 
 from leakgauge import data as datasets
+from leakgauge.config import imported
 from leakgauge.detectors import fires
 from leakgauge.errors import CheckpointError, PlanError
 from leakgauge.files import read_tensors, write_json
@@ -161,18 +161,9 @@ def _guard(make: str, policy: Path | None, store: Path | None) -> Guard:
 
 def _make(spec: str) -> Callable[[], nn.Module]:
     """The operator's own code, from the folder they stand in."""
-    module, _, name = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the operator's module raises
-        raise PlanError(
-            f"--make {spec!r} could not be imported ({type(error).__name__}: {error}); expected "
-            "module:callable, with the module on the Python path or in this folder"
-        ) from error
-    if not callable(found):
-        raise PlanError(f"--make {spec!r} is a {type(found).__name__}, expected a callable")
+    found = imported(spec, "--make")
 
     def build() -> nn.Module:
         try:

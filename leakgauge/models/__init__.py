@@ -8,7 +8,6 @@ mode then needs two images or more.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakgauge.config import choose, did_you_mean
+from leakgauge.config import choose, did_you_mean, imported
 from leakgauge.errors import InputError, PlanError
 from leakgauge.models.checkpoint import load, save
 from leakgauge.models.densenet import densenet_121
@@ -67,7 +66,7 @@ def make(
     _check_sizes(shape, classes)
     initialise = choose(INITS, init, "initialisation")
     own = ":" in name
-    build = _imported(name) if own else choose(MODELS, name, "model")
+    build = imported(name, "model") if own else choose(MODELS, name, "model")
     arguments = _arguments(name, build, {"shape": shape, "classes": classes}, options)
     seed = int(torch.randint(2**62, (), generator=rng, device=rng.device))
     with torch.random.fork_rng(devices=[]):
@@ -86,21 +85,6 @@ def _check_sizes(shape: tuple[int, int, int], classes: int) -> None:
         raise InputError(f"shape must be (channels, height, width), all positive, got {shape!r}.")
     if type(classes) is not int or classes < 2:
         raise InputError(f"classes must be a whole number of at least 2, got {classes!r}.")
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    """The user's callable. Importing runs the user's module."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the user's module raises
-        raise PlanError(
-            f"The model {name!r} could not be imported ({type(error).__name__}: {error}). "
-            'Expected "module:callable", with the module on the Python path.'
-        ) from error
-    if not callable(found):
-        raise PlanError(f"The model {name!r} is a {type(found).__name__}, expected a callable.")
-    return found  # type: ignore[no-any-return]  # callable() does not narrow Any
 
 
 def _arguments(
