@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leakgauge import data, models
 from leakgauge.attacks.active.decepticons import Decepticons, Found, recover
-from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
+from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.fl.local import normalised, train
 from leakgauge.models.text import TextTransformer
@@ -289,7 +289,7 @@ def test_models_it_cannot_read_are_refused():
 
 def test_what_it_needs():
     round_, seen, _ = attacked(vit())
-    with pytest.raises(InputError, match=r"target\(round, public\)"):
+    with pytest.raises(NotApplicable, match=r"target\(round, public\)"):
         Decepticons().tamper(target(round_), seeded())
     for missing in ("training", "records", "secret"):
         with pytest.raises(Withheld):

@@ -170,9 +170,9 @@ def test_wrong_options_and_hosts_are_answered():
     given = Target(MLP, SHAPE, 4, TRAINING, 12)
     with pytest.raises(InputError, match="label is 4; expected a class from 0 to 3"):
         Fishing(label=4).tamper(given, seeded())
-    with pytest.raises(InputError, match="this server has none"):
+    with pytest.raises(NotApplicable, match="this server has none"):
         Fishing(by="feature").tamper(given, seeded())
-    with pytest.raises(InputError, match="at least 24 public images of class 0, got 10"):
+    with pytest.raises(NotApplicable, match="at least 24 public images of class 0, got 10"):
         Fishing(by="feature").tamper(replace(given, public=images(40, 2)), seeded())
     blank = host("mlp", {})
     nn.init.zeros_(blank.fc2.weight)

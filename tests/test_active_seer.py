@@ -240,7 +240,7 @@ def test_nothing_is_changed_and_the_seed_decides(round_, easy):
 
 def test_what_it_cannot_read_is_refused(round_, easy):
     given = target(round_, easy)
-    with pytest.raises(InputError, match="public images"):
+    with pytest.raises(NotApplicable, match="public images"):
         TINY.tamper(target(round_), seeded())
     small = replace(easy, inputs=easy.inputs[..., :4])
     with pytest.raises(InputError, match="resize"):

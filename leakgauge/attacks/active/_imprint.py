@@ -21,6 +21,7 @@ from leakgauge.fl.local import decay, minibatches, normalised, ready, unnormalis
 from leakgauge.types import Dataset, LocalTraining, Observation, Target
 
 Functional: TypeAlias = Literal["mean", "random"]
+FEWEST = 16  # public images; with fewer than bins, quantiles lie on straight lines between them
 
 # --- the layer that reads the image ------------------------------------------------------------
 
@@ -150,10 +151,10 @@ def bins_of(
     row, relative to its own size.
     """
     images = public_images(target).inputs
-    if len(images) < count:
-        raise InputError(
-            f"{count} bins need at least as many public images for their quantiles, got "
-            f"{len(images)}: give more public images or lower bins"
+    if len(images) < FEWEST:
+        raise NotApplicable(
+            f"quantiles over public images need at least {FEWEST} of them, got {len(images)}: "
+            "give more public images"
         )
     entering = (images if raw else normalised(images, target.training)).flatten(1)
     pixels = entering.shape[1]
@@ -173,7 +174,7 @@ def bins_of(
 def public_images(target: Target) -> Dataset:
     """The server's own images: the attacks that set thresholds measure quantiles over them."""
     if target.public is None:
-        raise InputError(
+        raise NotApplicable(
             "the thresholds of this attack are quantiles over public images, and this server has "
             "none: give target() a data set of the same kind as its second argument"
         )

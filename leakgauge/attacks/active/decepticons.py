@@ -40,7 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
+from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, unnormalised
 from leakgauge.types import (
     Dataset,
@@ -398,7 +398,7 @@ def _is_vision(model: nn.Module) -> bool:
 
 def _public(target: Target) -> Dataset:
     if target.public is None or not len(target.public):
-        raise InputError(
+        raise NotApplicable(
             "Decepticons sets its thresholds by public records of the same kind: "
             "give target(round, public)"
         )

@@ -187,7 +187,7 @@ def _feature(model: nn.Module, head: str, target: Target, label: int) -> tuple[i
     public = public_images(target)
     images = public.inputs[public.labels == label]
     if len(images) < 2 * target.records:
-        raise InputError(
+        raise NotApplicable(
             f"a threshold that one of {target.records} records exceeds needs at least "
             f"{2 * target.records} public images of class {label}, got {len(images)}"
         )

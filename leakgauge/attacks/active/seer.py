@@ -315,11 +315,11 @@ def _begin(
 
 def _check(target: Target) -> Dataset:
     """What the joint training needs, or why it cannot be."""
-    if target.public is None:
-        raise InputError(
+    if target.public is None or not len(target.public):
+        raise NotApplicable(
             "SEER trains its decoder on public images of the same kind: give target(round, public)"
         )
-    if not len(target.public) or tuple(target.public.inputs.shape[1:]) != target.shape:
+    if tuple(target.public.inputs.shape[1:]) != target.shape:
         raise InputError(
             f"the public images are {tuple(target.public.inputs.shape)}, the clients' records "
             f"{target.shape}: resize them"
