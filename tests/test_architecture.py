@@ -24,7 +24,7 @@ FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"audit"}
+AUDIT = FEDERATION | METHODS | {"audit", "guard"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
@@ -36,12 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "threat": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
-    "audit": FEDERATION | METHODS,
+    "audit": FEDERATION | METHODS | {"guard"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
-    "integrations": AUDIT | {"guard", "report"},
-    "leakgauge": AUDIT | {"guard", "report"},  # the public names
-    "cli": AUDIT | {"guard", "integrations", "report"},
+    "integrations": AUDIT | {"report"},
+    "leakgauge": AUDIT | {"report"},  # the public names
+    "cli": AUDIT | {"integrations", "report"},
     "__main__": {"cli"},
 }
 """What each part may import besides itself. `cli` is in nobody's set but `__main__`'s."""

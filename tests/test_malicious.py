@@ -149,6 +149,9 @@ def test_an_audit_runs_an_attack_that_changes_the_model(tmp_path: Path) -> None:
     trial = found["robbing-the-fed"]
     assert trial["status"] == "done", trial["error"]
     assert sum(score > 40 for score in trial["scores"]["psnr"]) >= 5
+    assert trial["facts"]["guard"] == "REJECT"
+    assert any("says REJECT (duplicate-rows" in note for note in trial["notes"])
+    assert "guard" not in found["analytic"]["facts"]
     honest = audited(PLAN | {"attack": [{"name": "analytic"}]}, tmp_path / "honest")
     assert found["analytic"]["scores"] == honest["analytic"]["scores"]
 

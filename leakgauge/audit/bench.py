@@ -27,13 +27,13 @@ from leakgauge.audit.store import Store
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
+from leakgauge.guard import Guard
 from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import (
     ActiveAttack,
     Attack,
     Batch,
     Metric,
-    Observation,
     Reconstruction,
     Resources,
     Round,
@@ -91,7 +91,8 @@ class Bench:
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         attack_rng = rng_of(case.seed, f"attack/{case.attack}")
         attack = self.plan.attacks[case.attack]
-        seen = self.observed(case, attack, round_, attack_rng, resources)
+        round_ = self.played(case, attack, round_, attack_rng, resources)
+        seen = threat.observe(round_, case.threat(self.plan))
         guess = attack.reconstruct(seen, attack_rng, resources)
         truth = threat.covered(round_, case.threat(self.plan))
         scored, paired = score(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
@@ -100,6 +101,8 @@ class Bench:
             "zero_tensors": sum(zeros) / len(zeros),
             "sparsity": diagnostics.sparsity(seen.update),
         }
+        if isinstance(attack, ActiveAttack) and case.kind == "trial":
+            scored |= self._guarded(case, round_, scored)
         scored["caveats"] = checks.caveats(scored)
         self.store.begin()
         scored["images"] = images.save(
@@ -107,21 +110,33 @@ class Bench:
         )
         return scored
 
-    def observed(
+    def played(
         self,
         case: Case,
         attack: Attack,
         round_: Round,
         rng: torch.Generator,
         resources: Resources | None = None,
-    ) -> Observation:
-        """What the attacker of a case holds. One that changes the model has the clients of the
-        round train on what it sent."""
-        if isinstance(attack, ActiveAttack):
-            sent = attack.tamper(target(round_, self.plan.public), rng, resources)
-            client = rng_of(case.seed, "tampered")
-            round_ = tampered(round_, sent, client, case.scenario(self.plan).defence)
-        return threat.observe(round_, case.threat(self.plan))
+    ) -> Round:
+        """The round as it is under this attack: one that changes the model has the clients train
+        on what it sent."""
+        if not isinstance(attack, ActiveAttack):
+            return round_
+        sent = attack.tamper(target(round_, self.plan.public), rng, resources)
+        client = rng_of(case.seed, "tampered")
+        return tampered(round_, sent, client, case.scenario(self.plan).defence)
+
+    def _guarded(self, case: Case, round_: Round, scored: dict[str, Any]) -> dict[str, Any]:
+        """What the guard of the attacked client, without a memory, says of the model sent to it."""
+        guard = Guard(case.scenario(self.plan).make_model, round_.training)
+        truth = round_.truths[case.threat(self.plan).client]
+        verdict = guard.check(dict(round_.model.state_dict()), truth)
+        fired = ", ".join(one.test for one in verdict.fired)
+        words = f"a client's guard, without a memory, says {verdict.decision}"
+        return {
+            "facts": scored["facts"] | {"guard": verdict.decision},
+            "notes": [*scored["notes"], f"{words} ({fired})" if fired else words],
+        }
 
     def simulated(self, case: Case, progress: Progress | None = None) -> Round:
         """The round of a case, kept while the next cases share it."""

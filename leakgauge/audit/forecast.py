@@ -62,7 +62,8 @@ def forecast(plan: Plan) -> Forecast:
 
     def timed(attack: Attack) -> float:
         began, rng = time.process_time(), rng_of(0, "calibration")
-        attack.reconstruct(bench.observed(first, attack, round_, rng), rng)
+        played = bench.played(first, attack, round_, rng)
+        attack.reconstruct(threat.observe(played, first.threat(plan)), rng)
         return time.process_time() - began
 
     found = tuple(_try(name, attack, timed) for name, attack in plan.attacks.items())
