@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from board_rows import C2F, COARSE, ROWS, SETUPS, Row, Setup
+from board_rows import C2F, ROWS, SETUPS, TWO_STAGES, Row, Setup
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -512,27 +512,28 @@ def remarks(state: Path, row: Row, found: dict[int, Outcome]) -> list[str]:
 def second_stage(state: Path, rows: list[Row]) -> list[str]:
     """What C2F's fine stage adds to its coarse one, where that had converged and where not."""
     by_variant = {row.variant: outcomes(state, row) for row in rows if row.attack == C2F}
-    if COARSE not in by_variant:
-        return []
-    coarse, both = by_variant[COARSE], by_variant[""]
-    pairs = [
-        (coarse[run]["psnr"][0], both[run]["psnr"][0])
-        for run in sorted(coarse.keys() & both.keys())
-        if coarse[run]["status"] == both[run]["status"] == "done"
-    ]
-    near = [fine - rough for rough, fine in pairs if rough >= SUCCESS]
-    far = [fine - rough for rough, fine in pairs if rough < SUCCESS]
-    words = [
-        f"{statistics.median(gains):+.1f} dB in the median of the {len(gains)} pairs {where}"
-        for gains, where in ((near, "at 20 dB or more"), (far, "below"))
-        if gains
-    ]
-    if not words:
-        return []
-    return [
-        "coarse-to-fine: its coarse stage alone, from the same start, reached 20 dB in "
-        f"{len(near)} of {len(pairs)} pairs; the fine stage added " + ", ".join(words)
-    ]
+    notes = []
+    for whole, first in TWO_STAGES.items():
+        coarse, both = by_variant.get(first, {}), by_variant.get(whole, {})
+        pairs = [
+            (coarse[run]["psnr"][0], both[run]["psnr"][0])
+            for run in sorted(coarse.keys() & both.keys())
+            if coarse[run]["status"] == both[run]["status"] == "done"
+        ]
+        near = [fine - rough for rough, fine in pairs if rough >= SUCCESS]
+        far = [fine - rough for rough, fine in pairs if rough < SUCCESS]
+        words = [
+            f"{statistics.median(gains):+.1f} dB in the median of the {len(gains)} pairs {where}"
+            for gains, where in ((near, "at 20 dB or more"), (far, "below"))
+            if gains
+        ]
+        if words:
+            notes.append(
+                f"coarse-to-fine{', ' * bool(whole)}{whole}: its coarse stage alone, from the same "
+                f"start, reached 20 dB in {len(near)} of {len(pairs)} pairs; the fine stage added "
+                + ", ".join(words)
+            )
+    return notes
 
 
 def changed(row: Row, outcome: Outcome) -> bool:

@@ -98,6 +98,7 @@ COST = {
     C2F: (1.25, 1.0),
     OURS: (1.45, 1.2),
     f"{OURS}-activations": (2.0, 1.6),
+    f"{OURS}-generator": (1.6, 1.6),
     FEDLEAK: (2.0, 2.6),
     f"{FEDLEAK}-pixels": (2.0, 2.1),
     f"{FEDLEAK}-printed": (4.0, 6.0),
@@ -184,7 +185,13 @@ G_SETUPS = [
     for size in (4, 8)
 ]
 G = [
-    row(s, a, 500 if s.size == 16 else 200, runs={4: 3, 8: 2}[s.batch], here=s.name != "batch-8")
+    row(
+        s,
+        a,
+        500 if s.size == 16 else 200,
+        runs={4: 3, 8: 2}[s.batch] if s.size == 16 else 1,
+        here=s.name != "batch-8",
+    )
     for s in G_SETUPS
     for a in (IG, OURS, FEDLEAK)
 ]
@@ -220,6 +227,7 @@ H = [
         (IG, "", {}),
         (IG, "generator", {"space": "generator", "lr": 0.01}),
         (OURS, "", {}),
+        (OURS, "generator", {"space": "generator"}),
     )
 ]
 
@@ -249,7 +257,7 @@ D_SETUPS = [
     for steps in TABLE_9
 ]
 D = [
-    row(s, a, 120, runs={1: 3, 2: 2}.get(s.steps, 1), paper=TABLE_9[s.steps][k])
+    row(s, a, 400, runs={1: 3, 2: 2}.get(s.steps, 1), paper=TABLE_9[s.steps][k])
     for s in D_SETUPS
     for k, a in enumerate((IG, FEDLEAK))
 ]
@@ -277,7 +285,13 @@ B = [
 ]  # fmt: skip
 B += [row(B_SETUPS["normal"], FEDLEAK, 300, "printed", options=PRINTED)]
 COARSE = "coarse stage alone"  # from the same start: what the fine stage begins with
-B += [row(B_SETUPS["normal"], C2F, 150, COARSE, options={"coarse": 1.0})]
+LONGER = "five times longer"
+TWO_STAGES = {"": COARSE, LONGER: f"{LONGER}, {COARSE}"}  # both stages, and the first alone
+B += [
+    row(B_SETUPS["normal"], C2F, 150, COARSE, options={"coarse": 1.0}),
+    row(B_SETUPS["normal"], C2F, 1500, LONGER, runs=4),
+    row(B_SETUPS["normal"], C2F, 750, TWO_STAGES[LONGER], options={"coarse": 1.0}, runs=4),
+]
 
 # --- (f) activation and mode of batch norm --------------------------------------------------------
 
@@ -372,7 +386,7 @@ EXACTS = [
     for setup, runs in (
         (C2F_SETUPS["normal"], 10),
         (I_SETUPS[0], 10),
-        *((s, {4: 3, 8: 2}[s.batch]) for s in G_SETUPS if s.size == 32),
+        *((s, {4: 2, 8: 1}[s.batch]) for s in G_SETUPS if s.size == 32),
         (I_SETUPS[1], 1),
         (E_SETUPS[-1], 10),
     )

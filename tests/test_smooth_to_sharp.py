@@ -226,3 +226,23 @@ def test_the_activations_weigh_in_the_search() -> None:
     )
     assert "meets the activations" in helped.notes[0]
     assert metrics.psnr(helped.inputs, truth.inputs) > metrics.psnr(plain.inputs, truth.inputs)
+
+
+def test_a_generator_moves_slowly_and_its_images_go_on_as_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, float, float]] = []
+    real = smooth_to_sharp.match
+
+    def noted(*args: Any, **given: Any) -> Reconstruction:
+        weight = given["priors"][-1][1](0.0)
+        calls.append((type(given["space"]).__name__, given["optimiser"].lr, weight))
+        return real(*args, **given)
+
+    monkeypatch.setattr(smooth_to_sharp, "match", noted)
+    seen, _ = observed()
+    SmoothToSharp(iterations=6, space="generator", basin=0.0).reconstruct(seen, seeded())
+    names, rates, weights = zip(*calls, strict=True)
+    assert names == ("Generator", "Pixels", "Pixels")
+    assert rates == pytest.approx((0.01, 0.03, 0.01))
+    assert weights == pytest.approx((0.05, 0.02, 0.002))

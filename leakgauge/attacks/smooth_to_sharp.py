@@ -9,6 +9,10 @@
 2. When the distance is below `basin` before the last stage, that stage is L-BFGS in float64 on
    Σ‖g'(x) − g‖² / Σ‖g‖²: near the solution it is exact where first-order steps only approach.
 
+With `space="generator"` the first stage moves the weights of a random generator instead, with a
+twentieth of `lr` and a quarter of `tv`, and the others move its images on as pixels: for batches
+under batch norm in train mode, where pixels alone go astray.
+
 The relative L1 distance stands on equal footing with the cosine: its slope keeps its size where the
 cosine has become flat, and it sees the length of the gradient. The prior pays twice: with α = 0.2
 the search ended at a *smaller* distance than with less. Beginning Adam afresh matters too: its
@@ -52,6 +56,8 @@ distance = weighted((1.0, cosine), (1.0, relative_l1))
 
 STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.15, 0.1), (1 / 6, 0.05, 0.01))
 """Of each stage: its share of the iterations, and its factors of `lr` and of `tv`."""
+GENERATOR = (0.05, 0.25)
+"""The first stage's factors where it moves the weights of a generator, which is a prior itself."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class SmoothToSharp:
             rest = left(run.facts["iterations"] if run else 0)
             if run and (not count or rest.seconds == 0):
                 break
+            if run is None and self.space == "generator":
+                rate, weight = GENERATOR
             near = run is not None and number == len(STAGES) - 1 and run.residual < self.basin
             stage = match(
                 seen,
