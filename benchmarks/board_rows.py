@@ -189,8 +189,8 @@ G = [
         s,
         a,
         500 if s.size == 16 else 200,
-        runs={4: 3, 8: 2}[s.batch] if s.size == 16 else 1,
-        here=s.name != "batch-8",
+        runs={4: 3, 8: 2}[s.batch],
+        here=s.size == 16,
     )
     for s in G_SETUPS
     for a in (IG, OURS, FEDLEAK)
