@@ -231,6 +231,12 @@ def test_the_outcome_and_its_code(
     assert (verdict["outcome"], verdict["exit_code"]) == (outcome, code)
 
 
+def test_a_control_that_was_not_run_is_not_said_to_have_failed() -> None:
+    failed, absent = (judge([row(0.0)], [], c, [], LIMIT)["headline"] for c in (FAILED, []))
+    assert "no attack broke" in failed
+    assert "no attack was tried on a known-weak twin" in absent
+
+
 def test_the_worst_row_is_the_one_that_leaks_most() -> None:
     verdict = judge([row(0.2, 40.0), row(0.6, 18.0, attack="b")], [], PASSED, [], LIMIT)
     assert verdict["worst"]["attack"] == "b"

@@ -8,7 +8,8 @@ leaks when more than the limit's share of its records do.
 |-----------------|------------------------------------------------------------------|-----------|
 | leaks           | some row leaks, judged on realistic and informed attackers only  | 1         |
 | failed          | a trial crashed                                                  | 3         |
-| inconclusive    | nothing leaks, but no attack broke the known-weak twin either    | 4         |
+| inconclusive    | nothing leaks, but no attack broke the known-weak twin either,   | 4         |
+|                 | or none was tried on it                                          |           |
 | below the limit | nothing leaks, and at least one attack broke the twin            | 0         |
 """
 
@@ -53,7 +54,7 @@ def judge(
     return {
         "outcome": outcome,
         "exit_code": 3 if failed else EXIT[outcome],
-        "headline": _headline(outcome, worst, limit, failed),
+        "headline": _headline(outcome, worst, control, limit, failed),
         "sentences": _sentences(worst, rows, control, not_run, failed),
         "risk": worst["risk"]["median"] if worst else None,
         "limit": limit,
@@ -97,6 +98,7 @@ def _worst(row: dict[str, Any]) -> dict[str, Any]:
 def _headline(
     outcome: str,
     worst: dict[str, Any] | None,
+    control: list[dict[str, Any]],
     limit: dict[str, float],
     failed: list[dict[str, Any]],
 ) -> str:
@@ -109,6 +111,11 @@ def _headline(
         return f"Part of the audit crashed ({len(failed)} trials): no verdict is given."
     if outcome == "inconclusive" and not worst:
         return "Inconclusive: no realistic attack was run to its end."
+    if outcome == "inconclusive" and not control:
+        return (
+            "Inconclusive: nothing leaked, but no attack was tried on a known-weak twin, so their "
+            "failure here is no evidence of safety."
+        )
     if outcome == "inconclusive":
         return (
             "Inconclusive: no attack broke a known-weak twin, so their failure here is no "
