@@ -747,3 +747,38 @@ def test_a_parameter_that_the_loss_does_not_use_changes_nothing() -> None:
     ]
     for slope in slopes[1:]:
         assert relative_error(slope.inputs, slopes[0].inputs) < 1e-5
+
+
+# ---------------------------------------------------------------- errors given
+
+
+def test_errors_given_stand_in_for_softmax_and_labels() -> None:
+    one = case("resnet-10", LocalTraining(batch_size=2, batch_norm="eval"), width=0.25)
+    model = copy.deepcopy(one.seen.model).double().eval()
+    with torch.no_grad():
+        p = model(one.inputs.double()).softmax(1)
+    errors = (p - torch.nn.functional.one_hot(one.labels, CLASSES)) / 2
+    plain = one.engine().gradient(one.inputs.double(), one.labels)
+    given = Engine(one.seen, one.training, 2, dtype=torch.float64, errors=errors)
+    for a, b in zip(given.gradient(one.inputs.double(), one.labels.flip(0)), plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", ["fast", "central", "auto"])
+def test_with_errors_given_every_mode_agrees_with_the_exact_one(mode: Any) -> None:
+    one = case("resnet-10", LocalTraining(batch_size=2, batch_norm="eval"), width=0.25)
+    errors = torch.randn(2, CLASSES, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float32, torch.float64):
+        exact, other = (
+            Engine(one.seen, one.training, 2, dtype=dtype, mode=m, errors=errors)
+            .slope(one.inputs.to(dtype), one.labels, cosine)
+            .inputs
+            for m in ("exact", mode)
+        )
+        assert relative_error(other, exact) < TOLERANCE
+
+
+def test_errors_are_for_one_step() -> None:
+    several = case("mlp", LocalTraining(batch_size=2, steps=3), records=2)
+    with pytest.raises(InputError, match=r"errors are those of one step.*takes 3"):
+        Engine(several.seen, several.training, 2, errors=torch.zeros(2, CLASSES))

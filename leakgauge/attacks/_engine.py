@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from leakgauge.attacks._gate import Gate
 from leakgauge.attacks._objectives import Distance, dot
 from leakgauge.errors import InputError
-from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
+from leakgauge.fl.local import State, advance, logits, loss, minibatches, ready, start
 from leakgauge.types import LocalTraining, Observation
 
 Mode: TypeAlias = Literal["auto", "fast", "central", "exact"]
@@ -69,7 +69,11 @@ class Slope:
 
 
 class Engine:
-    """Replays the observed client's training on candidates, and differentiates the replay."""
+    """Replays the observed client's training on candidates, and differentiates the replay.
+
+    With `errors` (N, C) the candidates' ∂L/∂logits is taken from there instead of from their
+    softmax and labels: the loss is ⟨errors, logits⟩. For one step of SGD.
+    """
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Engine:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         mode: Mode = "auto",
+        errors: Tensor | None = None,
     ):
         if dtype not in LADDER:
             raise InputError(
@@ -99,6 +104,7 @@ class Engine:
         unit = 1 / (training.lr * len(self._steps))
         self.target = [seen.update[n].to(self.device, dtype) * unit for n in self._names]
         self._unit = unit
+        self._errors = None if errors is None else errors.to(self.device, dtype)
         self._gate = Gate()
         self._single = len(self._steps) == 1 and training.optimiser == "sgd"
         self._auto = mode == "auto" and self._single
@@ -108,6 +114,11 @@ class Engine:
             raise InputError(
                 f"derivative mode {mode!r} is for one step of SGD; this client takes "
                 f"{len(self._steps)} steps of {training.optimiser}: use 'exact' or 'auto'"
+            )
+        if errors is not None and not self._single:
+            raise InputError(
+                f"errors are those of one step of SGD; this client takes {len(self._steps)} steps "
+                f"of {training.optimiser}: leave them out"
             )
         self._mode: Mode = mode
         self._stride = next((c for m, c in LADDER[dtype] if m == mode), 0.0)
@@ -196,7 +207,14 @@ class Engine:
         if self.dtype == torch.float64:
             return self
         device = str(self.device)
-        finer = Engine(self._seen, self.training, self._records, device=device, dtype=torch.float64)
+        finer = Engine(
+            self._seen,
+            self.training,
+            self._records,
+            device=device,
+            dtype=torch.float64,
+            errors=self._errors,
+        )
         finer.notes, finer._calls = self.notes, self._calls
         return finer
 
@@ -210,6 +228,8 @@ class Engine:
         self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, step: int = 0
     ) -> Tensor:
         values = dict(zip(self._names, weights, strict=True)) | self._buffers
+        if self._errors is not None:
+            return (self._errors * logits(self._model, values, inputs, self.training, step)).sum()
         return loss(self._model, values, inputs, labels, self.training, step)
 
     def _decayed(self, gradient: Sequence[Tensor]) -> list[Tensor]:

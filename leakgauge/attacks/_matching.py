@@ -230,11 +230,12 @@ def match(
     resources: Resources | None = None,
     begin: Tensor | None = None,
     patience: int | None = None,
+    errors: Tensor | None = None,
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
 
     `labels=None` searches the labels too, as softmax of free logits. `begin` are images to start
-    from instead of `start`.
+    from instead of `start`. `errors` are ∂L/∂logits of the candidates, see `Engine`.
     """
     if seen.training is None or seen.records is None:
         raise Withheld("gradient matching needs 'training' and 'records' in the observation")
@@ -257,6 +258,7 @@ def match(
         device=resources.device,
         dtype=resources.dtype or dtype,
         mode=derivative,
+        errors=errors,
     )
     deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
     done = 0

@@ -3,11 +3,18 @@
     min_x  1 − cos(g'(x), g) + Σ|g'(x) − g| / Σ|g| + α·TV(x),   x in [0, 1]
 
 1. Signed Adam in stages, each begun afresh where the last one ended: half of the iterations at
-   (`lr`, `tv`), a third at (0.15·`lr`, 0.1·`tv`), a sixth at (0.05·`lr`, 0.01·`tv`). In each the
+   (`lr`, `tv`), a third at (0.08·`lr`, 0.1·`tv`), a sixth at (0.01·`lr`, 0.01·`tv`). In each the
    learning rate falls by half a cosine. Long steps under a strong smoothness prior first: they find
    the shapes. Then the prior lets go, and the details come.
 2. When the distance is below `basin` before the last stage, that stage is L-BFGS in float64 on
    Σ‖g'(x) − g‖² / Σ‖g‖²: near the solution it is exact where first-order steps only approach.
+
+In the first two stages the loss is Σ⟨e_i, logits(x_i)⟩ in place of the cross-entropy. A record's
+error e_i = ∂L/∂logits_i is its softmax minus its label, over n; the last bias's gradient is the sum
+of them. So for one record that *is* e, and for more, e_i = (p̄ − y_i)/n with the p̄ that makes the
+sum right. Errors then need not be found by way of images: where logits are large, as after
+training or with fan-in weights, the candidates' own softmax is far from the truth for long, and
+misleads. The last stage is the plain problem again.
 
 With `space="generator"` the first stage moves the weights of a random generator instead, with a
 twentieth of `lr` and a quarter of `tv`, and the others move its images on as pixels: for batches
@@ -24,7 +31,8 @@ activations a of Σ‖a(x) − a‖² / Σ‖a‖² is added with that weight, a
 them, record by record. Where nothing can be read the notes say why, and the search does without.
 
 Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
-Facts: `search_iterations` and `search_distance`, where the last stage began; `finish`, its kind.
+Facts: `search_iterations` and `search_distance`, where the last stage began; `finish`, its kind;
+`errors`: read, or why not.
 What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.md.
 """
 
@@ -34,10 +42,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge.attacks._engine import Mode
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
+from leakgauge.attacks._layers import last_linear
 from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, match, shared
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
@@ -47,15 +57,16 @@ from leakgauge.attacks._separation import separate
 from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
-from leakgauge.errors import NotApplicable
-from leakgauge.fl.local import normalised
+from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.fl.local import decay, minibatches, normalised
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
 
 
-STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.15, 0.1), (1 / 6, 0.05, 0.01))
+STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.08, 0.1), (1 / 6, 0.01, 0.01))
 """Of each stage: its share of the iterations, and its factors of `lr` and of `tv`."""
+BALANCE = 0.05  # by how much of its size the gradient of the last bias may miss zero in sum
 GENERATOR = (0.05, 0.25)
 """The first stage's factors where it moves the weights of a generator, which is a prior itself."""
 
@@ -63,13 +74,15 @@ GENERATOR = (0.05, 0.25)
 @dataclass(frozen=True)
 class SmoothToSharp:
     """`lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
-    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on."""
+    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
+    `errors` off the candidates' own errors are taken in all stages."""
 
     iterations: int = 600
     lr: float = 0.2
     tv: float = 0.2
     basin: float = 0.02
     activations: float = 0.0
+    errors: bool = True
     restarts: int = 1
     labels: LabelRule = "counts"
     start: Start = "normal"
@@ -93,6 +106,12 @@ class SmoothToSharp:
             except NotApplicable as reason:
                 read = f"no activations to meet: {reason}"
             notes = (read,)
+        errors, told = None, "the candidates' own"
+        if self.errors:
+            try:
+                errors, told = errors_of(seen, labels), "read"
+            except NotApplicable as reason:
+                told += f": {reason}"
         counts = lengths(self.iterations)
         left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
         run: Reconstruction | None = None
@@ -116,13 +135,36 @@ class SmoothToSharp:
                 begin=run.inputs if run else None,
                 box="none" if near else "clamp",
                 derivative=self.derivative,
+                errors=None if number == len(STAGES) - 1 else errors,
                 dtype=torch.float64 if near else torch.float32,
                 rng=rng,
                 resources=rest,
             )
             run = _joined(run, stage, "second order" if near else "first order")
         assert run is not None
-        return replace(run, notes=notes + run.notes)
+        return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": told})
+
+
+def errors_of(seen: Observation, labels: Tensor) -> Tensor:
+    """∂L/∂logits of the records (N, C), as the gradient of the head's bias tells it: their mean is
+    what it says, and their softmaxes are taken to be equal. Exact for one record."""
+    training, records = seen.training, seen.records
+    if training is None or records is None:
+        raise Withheld("smooth-to-sharp needs 'training' and 'records' in the observation")
+    head = last_linear(seen.model, seen.shape)
+    if head.bias is None:
+        raise NotApplicable("the last layer has no bias to read them from")
+    if len(minibatches(records, training)) > 1 or training.optimiser != "sgd":
+        raise NotApplicable("the update is not one step of SGD")
+    shrunk = decay(training, 1) * seen.model.get_parameter(head.bias).detach()
+    mean = (seen.update[head.bias] - shrunk) / training.lr
+    if not mean.sum().abs() < BALANCE * mean.abs().sum():
+        raise NotApplicable(
+            "the gradient of the last bias does not add up to zero, as that of a softmax does: the "
+            "update was changed on the way"
+        )
+    actual = F.one_hot(labels, len(mean)).to(mean)
+    return (mean + actual.mean(0) - actual) / records
 
 
 def recovered(

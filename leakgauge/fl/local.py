@@ -55,10 +55,21 @@ def loss(
 
     `labels` are classes (N,) or probabilities (N, C).
     """
+    return F.cross_entropy(logits(model, values, inputs, training, step), labels)
+
+
+def logits(
+    model: nn.Module,
+    values: Mapping[str, Tensor],
+    inputs: Tensor,
+    training: LocalTraining,
+    step: int = 0,
+) -> Tensor:
+    """What a `ready` model with parameters (and buffers) `values` says of images."""
     entering = normalised(inputs, training)
     with _dropout(training, step, inputs.device):
-        logits = torch.func.functional_call(model, dict(values), (entering,))
-    return F.cross_entropy(logits, labels)
+        out: Tensor = torch.func.functional_call(model, dict(values), (entering,))
+    return out
 
 
 def normalised(images: Tensor, training: LocalTraining) -> Tensor:
