@@ -3,7 +3,9 @@
     python benchmarks/board.py --list                  rows, what is done, forecast in CPU-seconds
     python benchmarks/board.py                         run what is missing; twice for two cores
     python benchmarks/board.py --rows 'c2f-*' --seconds 600
-    python benchmarks/board.py --render                write docs/board.md from the state
+    python benchmarks/board.py --render                write docs/board.md and its figure
+    python benchmarks/board.py --tune 4 --rows 'twin-*/smooth-to-sharp' --set errors=false
+                                                       try options on four TUNE pairs, keep nothing
 
 The rows are plain data in `board_rows.py`. A *run* is one row on one batch of images with one draw
 of weights: the library simulates the round, `threat.observe` hands over the observation, the attack
@@ -27,16 +29,18 @@ import os
 import statistics
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from board_rows import C2F, ROWS, SETUPS, TWO_STAGES, Row, Setup
+from board_figure import Panel, draw
+from board_rows import C2F, EXACT, IG, OURS, ROWS, SETUPS, TWO_STAGES, Row, Setup
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -64,6 +68,7 @@ from leakgauge.types import Attack, Batch
 HERE = Path(__file__).parent
 STATE = HERE / "board"
 PAGE = HERE.parent / "docs" / "board.md"
+FIGURE = "images/board.png"  # beside the page
 SUCCESS = 20.0  # dB: "very high" risk
 Outcome = dict[str, Any]
 
@@ -183,12 +188,12 @@ def round_of(row: Row, run: int, *, judge: bool = True) -> tuple[Any, dict[str, 
     return simulate(scenario, rng_of("round", run)), facts
 
 
-def execute(row: Row, run: int) -> Outcome:
+def execute(row: Row, run: int, *, judge: bool = True) -> Outcome:
     """One run. An attack that cannot work here says so; every other error is kept as a failure."""
     attack = attack_of(row)
     actor = ThreatModel()
     threat.check(row.attack, attack, actor)
-    round_, facts = round_of(row, run)
+    round_, facts = round_of(row, run, judge=judge)
     seen = threat.observe(round_, actor)
     outcome: Outcome = facts | {"row": row.fingerprint, "run": run, "status": "done"}
     outcome |= {"options": plain(asdict(attack)), "version": __version__}  # type: ignore[call-overload]
@@ -312,6 +317,26 @@ def work(state: Path, rows: list[Row], seconds: float, console: Console) -> int:
     return failures
 
 
+def tune(rows: list[Row], pairs: int, changes: list[str], console: Console) -> int:
+    """Rows with changed options on TUNE pairs, printed and not kept; the failures' number."""
+    try:
+        options = tomllib.loads("\n".join(changes))
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"--set takes key=value as in a plan, got {changes}: {error}") from error
+    rows = [replace(row, options=row.options | options) for row in rows]
+    for row in rows:
+        attack_of(row)
+    failures = 0
+    for row in rows:
+        runs = [execute(row, run, judge=False) for run in range(pairs)]
+        done = [outcome for outcome in runs if outcome["status"] == "done"]
+        failures += len(runs) - len(done)
+        scores = [v for outcome in done for v in outcome["psnr"]]
+        words = [f"median {statistics.median(scores):.1f} dB"] if scores else []
+        console.print(f"{row.id}: " + "; ".join([*map(_brief, runs), *words]), highlight=False)
+    return failures
+
+
 def _settled(outcome: Outcome | None) -> bool:
     """Failures are tried again by the next process."""
     return outcome is not None and outcome["status"] != "failed"
@@ -418,18 +443,90 @@ whose update covers *n* images takes the *k*-th *n* of them and seed *k*. With b
 ten pairs (image 10, seed 0), (20, 1), (30, 2), (40, 3), (50, 4), (60, 5), (70, 6), (80, 7), (90, 8)
 and (100, 9). The images of one batch share their weights; each is counted as a pair of its own.
 
-*Not run* rows are too dear for two cores; the command beside them runs them. *Missing* rows have
-no finished run yet.
+*Not run* rows are too dear for two cores; the command below their table runs them. *Missing* rows
+have no finished run yet.
+"""
+
+GLANCE = """## At a glance
+
+Median PSNR in dB of the tables below, the highest search of a line in bold. Budgets are equal
+within a line, not between lines; what does not exceed the mean image found nothing. *Of the rest*
+is the best other attack or variant in that table; the exact recursion is no search.
+
+![every image's PSNR by attack, on six setups](images/board.png)
+
+| setup | mean image | IG | C2F | smooth-to-sharp | of the rest | exact recursion |
+|---|---|---|---|---|---|---|
 """
 
 
 def render(state: Path, rows: list[Row]) -> str:
-    parts = [HEAD]
+    parts = [HEAD, *glance(state, rows)]
     for setup in SETUPS:
         own = [row for row in rows if row.setup == setup]
         if own:
             parts.append(section(state, setup, own))
     return "\n".join(parts)
+
+
+DRAWN = ("c2f-normal", "twin-normal", "twin-uniform", "twin-orthogonal", "twin-fan-in", "stage-30")
+"""The setups of the figure: one image a batch, so that every dot has weights of its own."""
+
+
+def panels(state: Path, rows: list[Row]) -> list[Panel]:
+    """What the figure shows: searches, without their variants."""
+    found = []
+    for name in DRAWN:
+        own = [row for row in rows if row.setup.name == name and not row.variant]
+        scores = {row.label: _scores(state, row) for row in own if row.attack != EXACT}
+        scores = {label: values for label, values in scores.items() if values}
+        if scores:
+            found.append(Panel(own[0].setup.title, scores, _blank(state, own)))
+    return found
+
+
+def _done(state: Path, row: Row) -> dict[int, Outcome]:
+    return {k: o for k, o in outcomes(state, row).items() if o["status"] == "done"}
+
+
+def _scores(state: Path, row: Row) -> list[float]:
+    return [value for outcome in _done(state, row).values() for value in outcome["psnr"]]
+
+
+def _blank(state: Path, rows: list[Row], score: str = "psnr") -> list[float]:
+    """Of the mean image, on every batch that any of the rows was run on."""
+    runs = {run: outcome for row in reversed(rows) for run, outcome in _done(state, row).items()}
+    return [value for run in sorted(runs) for value in runs[run][f"mean_image_{score}"]]
+
+
+def glance(state: Path, rows: list[Row]) -> list[str]:
+    """One line a setup in which two attacks or more were run."""
+    medians: dict[Setup, dict[str, float]] = {}
+    for row in rows:
+        values = _scores(state, row)
+        if values and not row.setup.cheap:
+            medians.setdefault(row.setup, {})[row.label] = statistics.median(values)
+    lines = []
+    for setup in SETUPS:
+        found = medians.get(setup, {})
+        if len(found) < 2:
+            continue
+        exact = found.pop(EXACT, None)
+        top = max(found.values())
+        named = [found.pop(attack, None) for attack in (IG, C2F, OURS)]
+        best = max(found, key=lambda label: found[label], default=None)
+        cells = [_bold(value, top) for value in named]
+        cells.append("–" if best is None else f"{_bold(found[best], top)} ({best})")
+        cells.append(_bold(exact, None))
+        blank = statistics.median(_blank(state, [row for row in rows if row.setup == setup]))
+        lines.append(f"| {setup.title} | " + " | ".join([f"{blank:.1f}", *cells]) + " |")
+    return [GLANCE + "\n".join([*lines, ""])] if lines else []
+
+
+def _bold(value: float | None, top: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"**{value:.1f}**" if value == top else f"{value:.1f}"
 
 
 def section(state: Path, setup: Setup, rows: list[Row]) -> str:
@@ -440,21 +537,19 @@ def section(state: Path, setup: Setup, rows: list[Row]) -> str:
     lines = [f"## {setup.title}", "", f"`{setup.name}`. {setup.words}", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     notes: list[str] = []
-    baselines: dict[int, Outcome] = {}
+    accuracies: set[float] = set()
     for row in rows:
         found = outcomes(state, row)
         done = [o for o in found.values() if o["status"] == "done"]
-        for outcome in done:
-            baselines.setdefault(outcome["run"], outcome)
+        accuracies |= {o["test_accuracy"] for o in done if "test_accuracy" in o}
         lines.append("| " + " | ".join(cells(row, done, affine)) + " |")
-        notes += remarks(state, row, found)
-    accuracies = {o["test_accuracy"] for o in baselines.values() if "test_accuracy" in o}
-    if baselines:
-        values = [v for o in baselines.values() for v in o["mean_image_psnr"]]
+        notes += remarks(row, found)
+    notes += left_out(state, setup, rows)
+    values = _blank(state, rows)
+    if values:
         blank = ["*mean image (knows nothing)*", "–", spread(values), share(values)]
         if affine:
-            fitted = [v for o in baselines.values() for v in o["mean_image_affine_psnr"]]
-            blank.append(f"{statistics.median(fitted):.1f}")
+            blank.append(f"{statistics.median(_blank(state, rows, 'affine_psnr')):.1f}")
         lines.append("| " + " | ".join([*blank, "–", "–", str(len(values))]) + " |")
     notes += second_stage(state, rows)
     notes += [f"the model's test accuracy was {accuracy:.0%}" for accuracy in sorted(accuracies)]
@@ -480,14 +575,22 @@ def cells(row: Row, done: list[Outcome], affine: bool) -> list[str]:
     return out
 
 
-def remarks(state: Path, row: Row, found: dict[int, Outcome]) -> list[str]:
-    """What a reader of the row must know: why it is not there, or what it found beside images."""
+def left_out(state: Path, setup: Setup, rows: list[Row]) -> list[str]:
+    """The command that runs what was not run here."""
+    left = [row for row in rows if not row.here and not outcomes(state, row)]
+    if not left:
+        return []
+    each = [(row.runs, forecast(state, row)) for row in left]
+    known = all(seconds is not None for _, seconds in each)
+    cost = sum(runs * (seconds or 0.0) for runs, seconds in each) / 60
+    words = f" (about {cost:.0f} CPU-minutes)" if known else ""
+    return [f"what was not run: `python benchmarks/board.py --rows '{setup.name}/*'`{words}"]
+
+
+def remarks(row: Row, found: dict[int, Outcome]) -> list[str]:
+    """What a reader of the row must know beside its numbers."""
     notes = []
     done = [o for o in found.values() if o["status"] == "done"]
-    if not done and not row.here:
-        each = forecast(state, row)
-        cost = f" (about {row.runs * each / 60:.0f} CPU-minutes)" if each else ""
-        notes.append(f"{row.label}: `python benchmarks/board.py --rows '{row.id}'`{cost}")
     for status in ("not applicable", "failed"):
         reasons = [o["error"] for o in found.values() if o["status"] == status]
         for reason in dict.fromkeys(reasons):
@@ -573,6 +676,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="show rows and forecast, run nothing")
     parser.add_argument("--calibrate", action="store_true", help="measure the pace of the rows")
     parser.add_argument("--render", action="store_true", help="write docs/board.md, run nothing")
+    parser.add_argument("--tune", type=int, metavar="PAIRS", help="run on TUNE pairs, keep nothing")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="for --tune")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop starting runs")
     parser.add_argument("--state", type=Path, default=STATE)
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -587,6 +692,11 @@ def main(arguments: list[str] | None = None) -> int:
             calibrate(options.state, rows, console)
         elif options.render:
             options.page.write_text(render(options.state, ROWS), encoding="utf-8")
+            figure = options.page.parent / FIGURE
+            figure.parent.mkdir(parents=True, exist_ok=True)
+            draw(panels(options.state, ROWS), OURS, figure)
+        elif options.tune:
+            return 3 if tune(rows, options.tune, options.set, console) else 0
         else:
             return 3 if work(options.state, rows, options.seconds, console) else 0
     except LeakGaugeError as error:

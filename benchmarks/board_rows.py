@@ -93,6 +93,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bayes": {},
 }
 PRINTED = {"variant": "printed"}
+IN_GENERATOR = {"space": "generator"}
 
 COST = {
     C2F: (1.25, 1.0),
@@ -125,7 +126,7 @@ TWIN = "Twin: ResNet-10 of {} width, images averaged down to 16 × 16. "
 # --- (a) C2F, Tables 1 and 2: ResNet-18 -----------------------------------------------------------
 
 INITS = {
-    "normal": ("kaiming-normal-fan-out", "Kaiming-normal, fan-out (torchvision's ResNet)"),
+    "normal": ("kaiming-normal-fan-out", "Kaiming-normal, fan-out"),
     "uniform": ("kaiming-uniform-fan-out", "Kaiming-uniform, fan-out"),
     "orthogonal": ("orthogonal", "orthogonal"),
     "fan-in": ("kaiming-normal-fan-in", "Kaiming-normal, fan-in"),
@@ -133,8 +134,8 @@ INITS = {
 C2F_WORDS = (
     "CIFAR-10, 32 × 32, ResNet-18, batch 1, one step, eval batch norm, normalised images. "
     "Paper: C2F, {table}; means over 20 images, best of 5 tries of 30,000 iterations a stage. "
-    "C2F does not name its fan mode. Its Transfer (ImageNet weights) is left out: no such weights "
-    "come with this project."
+    "C2F does not name its fan mode; fan-out is torchvision's. Its Transfer (ImageNet weights) is "
+    "left out: no such weights come with this project."
 )
 C2F_SETUPS = {
     short: Setup(
@@ -160,8 +161,8 @@ A += [row(C2F_SETUPS["normal"], FEDLEAK, A_ITERATIONS, runs=3, paper=TABLE_1[FED
 A += [row(C2F_SETUPS["normal"], a, A_ITERATIONS, runs=3, paper=TABLE_1.get(a)) for a in OTHERS]
 A += [row(C2F_SETUPS["normal"], FEDLEAK, A_ITERATIONS, "printed", options=PRINTED, runs=3)]
 A += [
-    row(C2F_SETUPS[short], a, A_ITERATIONS, here=False)
-    for short in ("uniform", "orthogonal", "fan-in")
+    row(C2F_SETUPS[short], a, A_ITERATIONS, runs=runs, here=a in (IG, C2F, OURS))
+    for short, runs in (("uniform", 3), ("orthogonal", 3), ("fan-in", 4))
     for a in (IG, C2F, OURS, FEDLEAK, *OTHERS)
 ]
 
@@ -190,7 +191,6 @@ G = [
         a,
         500 if s.size == 16 else 200,
         runs={4: 3, 8: 2}[s.batch],
-        here=s.size == 16,
     )
     for s in G_SETUPS
     for a in (IG, OURS, FEDLEAK)
@@ -227,7 +227,7 @@ H = [
         (IG, "", {}),
         (IG, "generator", {"space": "generator", "lr": 0.01}),
         (OURS, "", {}),
-        (OURS, "generator", {"space": "generator"}),
+        (OURS, "generator", IN_GENERATOR),
     )
 ]
 
@@ -243,7 +243,7 @@ TABLE_9 = {
 D_SETUPS = [
     Setup(
         f"steps-{steps}",
-        f"{steps} local step{'s' if steps > 1 else ''} of batch 4",
+        f"{steps} local step{'s' if steps > 1 else ''} of batch 4, Sigmoid, train batch norm",
         TWIN.format("quarter") + "CIFAR-10, Kaiming-normal fan-out, Sigmoid, train batch norm, lr "
         "10⁻⁴. Paper: FedLeak, Table 9: Lung-Colon Cancer, 224 × 224, batch 16, pretrained.",
         width=0.25,
@@ -278,8 +278,7 @@ B_SETUPS = {
     for short, (init, words) in INITS.items()
 }
 B = [
-    row(s, a, 300, paper=(TABLE_1 if short == "normal" else TABLE_2).get(a),
-        here=short == "normal" or a in (IG, C2F, OURS))
+    row(s, a, 300, paper=(TABLE_1 if short == "normal" else TABLE_2).get(a))
     for short, s in B_SETUPS.items()
     for a in (IG, C2F, OURS, FEDLEAK, *OTHERS)
 ]  # fmt: skip
@@ -298,7 +297,7 @@ B += [
 F_SETUPS = [
     Setup(
         f"mode-{activation}-{mode}",
-        f"{activation} and {mode} batch norm, batch 4",
+        f"{activation.replace('relu', 'ReLU').replace('s', 'S')}, {mode} batch norm, batch 4",
         TWIN.format("quarter") + "CIFAR-10, Kaiming-normal fan-out, one step. Paper: C2F, Appendix "
         "B shows that both matter, without a table.",
         width=0.25,
@@ -341,7 +340,7 @@ C_WORDS = (
 C_SETUPS = [
     Setup(
         f"large-{size}",
-        f"Batch {size}",
+        f"Batch {size}, Sigmoid, train batch norm, twin",
         TWIN.format("quarter") + C_WORDS,
         width=0.25,
         size=16,
@@ -353,7 +352,7 @@ C_SETUPS = [
 ] + [
     Setup(
         f"fedleak-{size}",
-        f"ResNet-10 at full size, batch {size}",
+        f"Batch {size}, Sigmoid, train batch norm, ResNet-10 at full size",
         C_WORDS,
         batch=size,
         activation="sigmoid",
@@ -368,6 +367,9 @@ C = [
     for s in C_SETUPS
     for k, a in enumerate(C_ATTACKS)
 ]  # fmt: skip
+C += [
+    row(s, OURS, 300, "generator", options=IN_GENERATOR, runs=1) for s in C_SETUPS if s.size == 16
+]
 
 # --- (i) exact recursion --------------------------------------------------------------------------
 
@@ -386,7 +388,7 @@ EXACTS = [
     for setup, runs in (
         (C2F_SETUPS["normal"], 10),
         (I_SETUPS[0], 10),
-        *((s, {4: 2, 8: 1}[s.batch]) for s in G_SETUPS if s.size == 32),
+        *((s, {4: 3, 8: 2}[s.batch]) for s in G_SETUPS if s.size == 32),
         (I_SETUPS[1], 1),
         (E_SETUPS[-1], 10),
     )
@@ -406,7 +408,6 @@ CI = Setup(
 )
 CHEAP = [Row(CI, attack, {"iterations": 150}, runs=2) for attack in (IG, C2F)]
 
-SETUPS = [C2F_SETUPS["normal"], *G_SETUPS, *H_SETUPS, *D_SETUPS, *B_SETUPS.values(), *F_SETUPS,
+SETUPS = [*C2F_SETUPS.values(), *G_SETUPS, *H_SETUPS, *D_SETUPS, *B_SETUPS.values(), *F_SETUPS,
           *E_SETUPS, *C_SETUPS, *I_SETUPS, CI]  # fmt: skip
-SETUPS += [s for s in C2F_SETUPS.values() if s not in SETUPS]
 ROWS = [*A, *G, *H, *D, *B, *F, *E, *C, *EXACTS, *CHEAP]
