@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
-from board_rows import C2F, IG, ROWS, Setup
+from board_rows import C2F, IG, OURS, ROWS, Setup
 from torch import Tensor, nn
 
 from leakgauge import LocalTraining, diagnostics, metrics, models
@@ -287,7 +287,7 @@ def draw(
 
 def main() -> None:
     torch.set_num_threads(1)
-    sparse = {attack: sparsity(attack) for attack in (IG, C2F)}
+    sparse = {attack: sparsity(attack) for attack in (IG, C2F, OURS)}
     noisy = noise()
     searches = {
         "squared L2, all elements": path("ResNet-10, ReLU, eval", squared, 0.0),
