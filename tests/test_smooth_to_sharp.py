@@ -200,6 +200,7 @@ def saturated(records: int, **training: Any) -> tuple[Observation, Batch]:
         rng=seeded(1),
         width=0.25,
     )
+    nn.init.normal_(model.fc.bias, generator=seeded(2))  # type: ignore[union-attr,arg-type]
     truth = Batch(data.inputs[4 : 4 + records], torch.tensor([1, 3, 3])[:records])
     local = LocalTraining(
         **{"batch_size": records, "batch_norm": "eval", "weight_decay": 0.1} | training
