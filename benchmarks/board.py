@@ -7,9 +7,10 @@
     python benchmarks/board.py --tune 4 --rows 'twin-*/smooth-to-sharp' --set errors=false
                                                        try options on four TUNE pairs, keep nothing
 
-The rows are plain data in `board_rows.py`. A *run* is one row on one batch of images with one draw
-of weights: the library simulates the round, `threat.observe` hands over the observation, the attack
-infers its labels and searches, and only then do guess and truth meet, under the optimal assignment.
+The rows are plain data in `board_rows.py`; what was run is kept by `board_state.py` and shown by
+`board_page.py`. A *run* is one row on one batch of images with one draw of weights: the library
+simulates the round, `threat.observe` hands over the observation, the attack infers its labels and
+searches, and only then do guess and truth meet, under the optimal assignment.
 Its outcome is one line of STATE/ROW.jsonl. Runs that have a line are skipped; a killed process
 loses its running run only. Processes that share the state directory share the work: a run is
 claimed by a lock on one byte of STATE/.lock, which the system releases whenever its process ends.
@@ -19,7 +20,6 @@ One thread a process, so that CPU-seconds of different attacks can be compared.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -30,17 +30,16 @@ import statistics
 import sys
 import time
 import tomllib
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from board_figure import Panel, draw
-from board_rows import C2F, EXACT, IG, OURS, ROWS, SETUPS, TWO_STAGES, Row, Setup
+from board_figure import draw
+from board_page import panels, render
+from board_rows import OURS, ROWS, Row, Setup
+from board_state import Outcome, attack_of, claims, forecast, keep, outcomes, paces, plain
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -52,7 +51,6 @@ from leakgauge import (
     Scenario,
     ThreatModel,
     __version__,
-    attacks,
     data,
     diagnostics,
     metrics,
@@ -60,17 +58,14 @@ from leakgauge import (
     simulate,
     threat,
 )
-from leakgauge.config import build, choose
 from leakgauge.errors import DataError, LeakGaugeError, NotApplicable, PlanError
 from leakgauge.metrics.labels import multiset_accuracy
-from leakgauge.types import Attack, Batch
+from leakgauge.types import Batch
 
 HERE = Path(__file__).parent
 STATE = HERE / "board"
 PAGE = HERE.parent / "docs" / "board.md"
 FIGURE = "images/board.png"  # beside the page
-SUCCESS = 20.0  # dB: "very high" risk
-Outcome = dict[str, Any]
 
 
 # --- the pairs ------------------------------------------------------------------------------------
@@ -156,11 +151,6 @@ def trained(setup: Setup) -> tuple[nn.Module, float]:
     return model, float((logits.argmax(1) == test.labels[-2000:]).double().mean())
 
 
-def attack_of(row: Row) -> Attack:
-    """The attack of a row with its options; an unknown name or option is an error."""
-    return build(choose(attacks.ATTACKS, row.attack, "attack"), row.options, f"row {row.id}")
-
-
 def round_of(row: Row, run: int, *, judge: bool = True) -> tuple[Any, dict[str, Any]]:
     """The attacked round of a run, and what to note of it."""
     setup = row.setup
@@ -233,68 +223,6 @@ def score(setup: Setup, guess: Any, truth: Batch) -> Outcome:
 
 def _rounded(values: list[float]) -> list[float]:
     return [round(value, 3) for value in values]
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold; what it cannot is written as words."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-# --- state ----------------------------------------------------------------------------------------
-
-
-def path_of(state: Path, row: Row) -> Path:
-    return state / f"{row.id.replace('/', '.')}.jsonl"
-
-
-def outcomes(state: Path, row: Row) -> dict[int, Outcome]:
-    """The latest outcome of every run of the row as it stands today; torn lines are no runs."""
-    found: dict[int, Outcome] = {}
-    path = path_of(state, row)
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            outcome = json.loads(line)
-        except ValueError:
-            continue
-        if outcome.get("row") == row.fingerprint:
-            found[outcome["run"]] = outcome
-    return dict(sorted(found.items()))
-
-
-def keep(state: Path, row: Row, outcome: Outcome) -> None:
-    """Append one line in one write; a line that a crash left unended is ended first."""
-    path = path_of(state, row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(outcome, ensure_ascii=False, allow_nan=False) + "\n"
-    torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-    with path.open("ab", buffering=0) as file:
-        file.write((b"\n" if torn else b"") + line.encode())
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def claims(state: Path) -> Iterator[Any]:
-    """A function that claims a run for this process, and says whether it could."""
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / ".lock").open("a+b") as file:
-
-        def claim(row: Row, run: int) -> bool:
-            digest = hashlib.sha256(f"{row.fingerprint}/{run}".encode()).digest()
-            try:
-                fcntl.lockf(
-                    file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int.from_bytes(digest[:7], "big")
-                )
-            except OSError:
-                return False
-            return True
-
-        yield claim
 
 
 def work(state: Path, rows: list[Row], seconds: float, console: Console) -> int:
@@ -379,11 +307,6 @@ def pace(row: Row, probe: float = 1.0) -> float:
     return time.process_time() - began
 
 
-def paces(state: Path) -> dict[str, float]:
-    path = state / "pace.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def calibrate(state: Path, rows: list[Row], console: Console) -> None:
     known = paces(state)
     for row in rows:
@@ -391,12 +314,6 @@ def calibrate(state: Path, rows: list[Row], console: Console) -> None:
         console.print(f"{row.id}: {known[row.id]:.1f} CPU-s a run", highlight=False)
         state.mkdir(parents=True, exist_ok=True)
         (state / "pace.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-
-
-def forecast(state: Path, row: Row) -> float | None:
-    """CPU-seconds a run: what finished runs took, else what was calibrated."""
-    took = [o["cpu_seconds"] for o in outcomes(state, row).values() if o["status"] == "done"]
-    return statistics.median(took) if took else paces(state).get(row.id)
 
 
 def show(state: Path, rows: list[Row], console: Console) -> None:
@@ -415,245 +332,6 @@ def show(state: Path, rows: list[Row], console: Console) -> None:
     console.print(table)
     more = f", and {unknown} rows without a pace (--calibrate)" if unknown else ""
     console.print(f"to run: {left:.0f} CPU-seconds ({left / 60:.0f} minutes){more}")
-
-
-# --- render ---------------------------------------------------------------------------------------
-
-
-HEAD = """\
-# Reproduction board
-
-Written by `python benchmarks/board.py --render` from the runs in `benchmarks/board`; the rows are
-`benchmarks/board_rows.py`. Do not edit.
-
-Each attack sees what a server sees (the global model, one client's update, the local training, the
-number of records), infers its labels and keeps its best iterate by its own objective. PSNR in dB,
-one number an image, under the optimal assignment of guesses to truths: median (lower quartile to
-upper quartile), and the share of images at 20 dB or more. *Affine* is the PSNR after the best
-change of contrast and brightness, shown where batch norm normalises by the batch: there the update
-hardly carries contrast. CPU-s is the median CPU time of a run on one thread. *Paper* is the number
-in the source named above each table, under the paper's own budget (thousands of iterations on
-GPUs, often the best of several tries): compare orders, not digits. A dash means the paper does not
-give it. A *twin* is a smaller network or image in place of the paper's, so that many pairs fit on
-two CPU cores; its numbers are not the paper's setup.
-
-**Pairs.** Settings were chosen on TUNE only: CIFAR-10 training images 0 to 7, weight seeds 100 to
-107. Scores are on JUDGE: test images 10, 20, 30, … with weight seeds 0, 1, 2, …: run *k* of a row
-whose update covers *n* images takes the *k*-th *n* of them and seed *k*. With batch 1 these are the
-ten pairs (image 10, seed 0), (20, 1), (30, 2), (40, 3), (50, 4), (60, 5), (70, 6), (80, 7), (90, 8)
-and (100, 9). The images of one batch share their weights; each is counted as a pair of its own.
-
-*Not run* rows are too dear for two cores; the command below their table runs them. *Missing* rows
-have no finished run yet.
-"""
-
-GLANCE = """## At a glance
-
-Median PSNR in dB of the tables below, the highest search of a line in bold. Budgets are equal
-within a line, not between lines; what does not exceed the mean image found nothing. *Of the rest*
-is the best other attack or variant in that table; the exact recursion is no search.
-
-![every image's PSNR by attack, on six setups](images/board.png)
-
-| setup | mean image | IG | C2F | smooth-to-sharp | of the rest | exact recursion |
-|---|---|---|---|---|---|---|
-"""
-
-
-def render(state: Path, rows: list[Row]) -> str:
-    parts = [HEAD, *glance(state, rows)]
-    for setup in SETUPS:
-        own = [row for row in rows if row.setup == setup]
-        if own:
-            parts.append(section(state, setup, own))
-    return "\n".join(parts)
-
-
-DRAWN = ("c2f-normal", "twin-normal", "twin-uniform", "twin-orthogonal", "twin-fan-in", "stage-30")
-"""The setups of the figure: one image a batch, so that every dot has weights of its own."""
-
-
-def panels(state: Path, rows: list[Row]) -> list[Panel]:
-    """What the figure shows: searches, without their variants."""
-    found = []
-    for name in DRAWN:
-        own = [row for row in rows if row.setup.name == name and not row.variant]
-        scores = {row.label: _scores(state, row) for row in own if row.attack != EXACT}
-        scores = {label: values for label, values in scores.items() if values}
-        if scores:
-            found.append(Panel(own[0].setup.title, scores, _blank(state, own)))
-    return found
-
-
-def _done(state: Path, row: Row) -> dict[int, Outcome]:
-    return {k: o for k, o in outcomes(state, row).items() if o["status"] == "done"}
-
-
-def _scores(state: Path, row: Row) -> list[float]:
-    return [value for outcome in _done(state, row).values() for value in outcome["psnr"]]
-
-
-def _blank(state: Path, rows: list[Row], score: str = "psnr") -> list[float]:
-    """Of the mean image, on every batch that any of the rows was run on."""
-    runs = {run: outcome for row in reversed(rows) for run, outcome in _done(state, row).items()}
-    return [value for run in sorted(runs) for value in runs[run][f"mean_image_{score}"]]
-
-
-def glance(state: Path, rows: list[Row]) -> list[str]:
-    """One line a setup in which two attacks or more were run."""
-    medians: dict[Setup, dict[str, float]] = {}
-    for row in rows:
-        values = _scores(state, row)
-        if values and not row.setup.cheap:
-            medians.setdefault(row.setup, {})[row.label] = statistics.median(values)
-    lines = []
-    for setup in SETUPS:
-        found = medians.get(setup, {})
-        if len(found) < 2:
-            continue
-        exact = found.pop(EXACT, None)
-        top = max(found.values())
-        named = [found.pop(attack, None) for attack in (IG, C2F, OURS)]
-        best = max(found, key=lambda label: found[label], default=None)
-        cells = [_bold(value, top) for value in named]
-        cells.append("–" if best is None else f"{_bold(found[best], top)} ({best})")
-        cells.append(_bold(exact, None))
-        blank = statistics.median(_blank(state, [row for row in rows if row.setup == setup]))
-        lines.append(f"| {setup.title} | " + " | ".join([f"{blank:.1f}", *cells]) + " |")
-    return [GLANCE + "\n".join([*lines, ""])] if lines else []
-
-
-def _bold(value: float | None, top: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"**{value:.1f}**" if value == top else f"{value:.1f}"
-
-
-def section(state: Path, setup: Setup, rows: list[Row]) -> str:
-    affine = setup.batch_norm == "train"
-    heads = ["attack", "paper", "median (quartiles)", "≥ 20 dB"]
-    heads += ["affine"] if affine else []
-    heads += ["iterations", "CPU-s", "images × runs"]
-    lines = [f"## {setup.title}", "", f"`{setup.name}`. {setup.words}", ""]
-    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    notes: list[str] = []
-    accuracies: set[float] = set()
-    for row in rows:
-        found = outcomes(state, row)
-        done = [o for o in found.values() if o["status"] == "done"]
-        accuracies |= {o["test_accuracy"] for o in done if "test_accuracy" in o}
-        lines.append("| " + " | ".join(cells(row, done, affine)) + " |")
-        notes += remarks(row, found)
-    notes += left_out(state, setup, rows)
-    values = _blank(state, rows)
-    if values:
-        blank = ["*mean image (knows nothing)*", "–", spread(values), share(values)]
-        if affine:
-            blank.append(f"{statistics.median(_blank(state, rows, 'affine_psnr')):.1f}")
-        lines.append("| " + " | ".join([*blank, "–", "–", str(len(values))]) + " |")
-    notes += second_stage(state, rows)
-    notes += [f"the model's test accuracy was {accuracy:.0%}" for accuracy in sorted(accuracies)]
-    if notes:
-        lines += ["", *(f"- {note}" for note in notes)]
-    return "\n".join([*lines, ""])
-
-
-def cells(row: Row, done: list[Outcome], affine: bool) -> list[str]:
-    paper = "–" if row.paper is None else f"{row.paper:g}"
-    if not done:
-        state = "missing" if row.here else "not run"
-        return [row.label, paper, state, "", *([""] if affine else []), "", "", ""]
-    values = [v for o in done for v in o["psnr"]]
-    steps = [o["facts"]["iterations"] for o in done if "iterations" in o["facts"]]
-    out = [row.label, paper, spread(values), share(values)]
-    if affine:
-        out.append(f"{statistics.median([v for o in done for v in o['affine_psnr']]):.1f}")
-    out.append(f"{statistics.median(steps):.0f}" if steps else "–")
-    out.append(f"{statistics.median([o['cpu_seconds'] for o in done]):.0f}")
-    runs = f" of {row.runs}" if len(done) < row.runs else ""
-    out.append(f"{row.setup.batch * row.setup.steps} × {len(done)}{runs}")
-    return out
-
-
-def left_out(state: Path, setup: Setup, rows: list[Row]) -> list[str]:
-    """The command that runs what was not run here."""
-    left = [row for row in rows if not row.here and not outcomes(state, row)]
-    if not left:
-        return []
-    each = [(row.runs, forecast(state, row)) for row in left]
-    known = all(seconds is not None for _, seconds in each)
-    cost = sum(runs * (seconds or 0.0) for runs, seconds in each) / 60
-    words = f" (about {cost:.0f} CPU-minutes)" if known else ""
-    return [f"what was not run: `python benchmarks/board.py --rows '{setup.name}/*'`{words}"]
-
-
-def remarks(row: Row, found: dict[int, Outcome]) -> list[str]:
-    """What a reader of the row must know beside its numbers."""
-    notes = []
-    done = [o for o in found.values() if o["status"] == "done"]
-    for status in ("not applicable", "failed"):
-        reasons = [o["error"] for o in found.values() if o["status"] == status]
-        for reason in dict.fromkeys(reasons):
-            notes.append(f"{row.label}: {status} in {reasons.count(reason)} runs: {reason}")
-    for fact in row.facts:
-        counts = Counter(str(o["facts"][fact]) for o in done if fact in o["facts"])
-        if counts:
-            said = ", ".join(f"{value} ({count} ×)" for value, count in counts.most_common())
-            notes.append(f"{row.label}, {fact.replace('_', ' ')}: {said}")
-    wrong = [o for o in done if o["labels"] is not None and o["labels"] < 1]
-    if wrong:
-        found_share = statistics.mean(o["labels"] for o in wrong)
-        notes.append(
-            f"{row.label}: labels were wrong in {len(wrong)} of {len(done)} runs "
-            f"({found_share:.0%} of them right there)"
-        )
-    if any(changed(row, o) for o in done):
-        notes.append(f"{row.label}: its default options have changed since it was run")
-    return notes
-
-
-def second_stage(state: Path, rows: list[Row]) -> list[str]:
-    """What C2F's fine stage adds to its coarse one, where that had converged and where not."""
-    by_variant = {row.variant: outcomes(state, row) for row in rows if row.attack == C2F}
-    notes = []
-    for whole, first in TWO_STAGES.items():
-        coarse, both = by_variant.get(first, {}), by_variant.get(whole, {})
-        pairs = [
-            (coarse[run]["psnr"][0], both[run]["psnr"][0])
-            for run in sorted(coarse.keys() & both.keys())
-            if coarse[run]["status"] == both[run]["status"] == "done"
-        ]
-        near = [fine - rough for rough, fine in pairs if rough >= SUCCESS]
-        far = [fine - rough for rough, fine in pairs if rough < SUCCESS]
-        words = [
-            f"{statistics.median(gains):+.1f} dB in the median of the {len(gains)} pairs {where}"
-            for gains, where in ((near, "at 20 dB or more"), (far, "below"))
-            if gains
-        ]
-        if words:
-            notes.append(
-                f"coarse-to-fine{', ' * bool(whole)}{whole}: its coarse stage alone, from the same "
-                f"start, reached 20 dB in {len(near)} of {len(pairs)} pairs; the fine stage added "
-                + ", ".join(words)
-            )
-    return notes
-
-
-def changed(row: Row, outcome: Outcome) -> bool:
-    """Whether an option that the outcome was made with has another value today."""
-    today = plain(asdict(attack_of(row)))  # type: ignore[call-overload]
-    then = outcome["options"]
-    return any(then[key] != value for key, value in today.items() if key in then)
-
-
-def spread(values: list[float]) -> str:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    low, middle, high = tensor.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=tensor.dtype))
-    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
-
-
-def share(values: list[float]) -> str:
-    return f"{sum(value >= SUCCESS for value in values) / len(values):.0%}"
 
 
 # --- command line ---------------------------------------------------------------------------------

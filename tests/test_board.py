@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from leakgauge import attacks
 from leakgauge.errors import DataError, PlanError
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -29,6 +30,13 @@ def board():
     finally:
         torch.set_num_threads(threads)
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def board_rows(board):
+    import board_rows
+
+    return board_rows
 
 
 @pytest.fixture
@@ -52,26 +60,26 @@ def lines(state):
 # --- the rows -------------------------------------------------------------------------------------
 
 
-def test_every_row_can_be_built(board):
+def test_every_row_can_be_built(board, board_rows):
     for row in board.ROWS:
         board.attack_of(row)
-        assert row.setup in board.SETUPS
+        assert row.setup in board_rows.SETUPS
         assert row.setup.init in board.models.INITS
 
 
-def test_rows_and_setups_have_names_of_their_own(board):
-    for names in ([r.id for r in board.ROWS], [s.name for s in board.SETUPS]):
+def test_rows_and_setups_have_names_of_their_own(board, board_rows):
+    for names in ([r.id for r in board.ROWS], [s.name for s in board_rows.SETUPS]):
         assert len(set(names)) == len(names)
     prints = [r.fingerprint for r in board.ROWS]
     assert len(set(prints)) == len(prints)
 
 
-def test_rows_to_be_run_here_judge_at_least_ten_pairs_or_three(board):
+def test_rows_to_be_run_here_judge_at_least_ten_pairs_or_three(board, board_rows):
     """A claim rests on ten image × seed pairs; fewer are a glimpse, shown as such."""
     glimpses = {row.id: row.runs for row in board.ROWS if row.setup.model == "resnet-18"}
     assert set(glimpses.values()) <= {3, 4, 10}
-    glimpses |= {f"twin-normal/coarse-to-fine-{name}": 4 for name in board.TWO_STAGES.values()}
-    glimpses |= {f"twin-normal/coarse-to-fine-{name}": 4 for name in board.TWO_STAGES}
+    glimpses |= {f"twin-normal/coarse-to-fine-{name}": 4 for name in board_rows.TWO_STAGES.values()}
+    glimpses |= {f"twin-normal/coarse-to-fine-{name}": 4 for name in board_rows.TWO_STAGES}
     for row in board.ROWS:
         if row.here and not row.setup.cheap:
             pairs = row.runs * row.setup.batch * row.setup.steps
@@ -178,7 +186,7 @@ def test_a_failure_is_kept_reported_and_tried_again(board, only, monkeypatch, tm
     def fails(self, *_):
         raise RuntimeError("out of luck")
 
-    attack = board.attacks.ATTACKS[only.attack]
+    attack = attacks.ATTACKS[only.attack]
     with monkeypatch.context() as patch:
         patch.setattr(attack, "reconstruct", fails)
         assert board.main(["--cheap", "--state", str(tmp_path)]) == 3
@@ -222,7 +230,7 @@ def test_two_processes_share_the_runs(board, row, tmp_path):
 
 def test_the_attack_sees_the_observation_only(board, row, monkeypatch):
     """The truth is handed to the scores after the attack has returned, never before."""
-    attack = board.attacks.ATTACKS[row.attack]
+    attack = attacks.ATTACKS[row.attack]
     real, seen = attack.reconstruct, []
 
     def spied(self, observation, rng, resources):
@@ -262,7 +270,7 @@ def test_a_row_of_the_page(board, row, tmp_path):
 
 def test_train_mode_shows_the_affine_score(board, row, monkeypatch, tmp_path):
     setup = replace(row.setup, batch=2, batch_norm="train")
-    monkeypatch.setattr(board, "SETUPS", [setup])
+    monkeypatch.setattr("board_page.SETUPS", [setup])
     row = replace(row, setup=setup, runs=1)
     kept(board, row, tmp_path, 0, [10.0, 20.0])
     page = board.render(tmp_path, [row])
@@ -271,7 +279,7 @@ def test_train_mode_shows_the_affine_score(board, row, monkeypatch, tmp_path):
 
 def test_a_glance_has_one_line_a_setup_with_the_best_in_bold(board, row, monkeypatch, tmp_path):
     setup = replace(row.setup, cheap=False)
-    monkeypatch.setattr(board, "SETUPS", [setup])
+    monkeypatch.setattr("board_page.SETUPS", [setup])
     ig, c2f, dlg, idlg, exact = rows = [
         replace(row, setup=setup, attack=attack, runs=3, options={})
         for attack in (row.attack, "coarse-to-fine", "dlg", "idlg", "exact-recursion")
