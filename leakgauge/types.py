@@ -21,7 +21,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
 Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
-Realism: TypeAlias = Literal["realistic", "informed", "oracle"]
+Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,11 @@ def audited(plan: dict[str, Any], out: Path) -> dict[str, Any]:
 def test_an_audit_runs_an_attack_that_changes_the_model(tmp_path: Path) -> None:
     found = audited(PLAN, tmp_path)
     assert found["threat"]["malicious"] is True
+    assert found["threat"]["realism"] == "active"
+    assert "public" in found["threat"]["holds"]
+    assert found["threat"]["knowledge"]["public"]
+    tags = {name: found[name]["realism"] for name in ("robbing-the-fed", "analytic")}
+    assert tags == {"robbing-the-fed": "active", "analytic": "realistic"}
     trial = found["robbing-the-fed"]
     assert trial["status"] == "done", trial["error"]
     assert sum(score > 40 for score in trial["scores"]["psnr"]) >= 5

@@ -146,10 +146,10 @@ def test_an_attack_that_never_ran_is_listed(result):
 def test_the_ledger_counts_every_measured_row_once(result):
     lines = {line.realism: line for line in contents.ledger(result)}
     assert {name: line.rows for name, line in lines.items()} == {
-        "realistic": 4, "informed": 0, "oracle": 2,
+        "realistic": 4, "active": 0, "informed": 0, "oracle": 2,
     }  # fmt: skip
     assert {name: line.counts for name, line in lines.items()} == {
-        "realistic": True, "informed": True, "oracle": False,
+        "realistic": True, "active": True, "informed": True, "oracle": False,
     }  # fmt: skip
     best = max(
         row["scores"]["psnr"]["median"] for row in result["summary"] if row["realism"] == "oracle"

@@ -48,7 +48,7 @@ class Case:
             "defence": self.defence if self.keeps("defence") else NO_DEFENCE,
             "attack": self.attack,
             "seed": self.seed,
-            "realism": realism(self.threat(plan)),
+            "realism": realism(self.threat(plan), plan.attacks[self.attack]),
         }
 
     def scenario(self, plan: Plan) -> Scenario:

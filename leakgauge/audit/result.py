@@ -85,7 +85,7 @@ def _federation(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 def _threat(plan: Plan) -> dict[str, Any]:
     model = plan.document.threat
-    held = threat.holds(model)
+    held = threat.holds(model, len(plan.public))
     return {
         "actor": model.actor,
         "client": model.client,

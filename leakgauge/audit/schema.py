@@ -35,7 +35,7 @@ class Each:
     shape: Any
 
 
-REALISM = {"realistic", "informed", "oracle"}
+REALISM = {"realistic", "active", "informed", "oracle"}
 RISK = {"very high", "high", "medium", "low"}
 SPAN = (float, float)
 

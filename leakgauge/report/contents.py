@@ -34,10 +34,11 @@ Images: TypeAlias = Literal["show", "blur", "hide"]
 
 REALISM = {
     "realistic": "the attacker holds only what the protocol shows anyway",
+    "active": "the attacker changes the model that clients receive",
     "informed": "the attacker holds more, of a kind that a determined one could obtain",
     "oracle": "the attacker was told truths that none would have: an upper bound",
 }
-JUDGED = ("realistic", "informed")
+JUDGED = ("realistic", "active", "informed")
 """The verdict rests on these alone."""
 
 ACTORS = {
