@@ -153,9 +153,8 @@ def audit(
     for note in terminal.notes(result):
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     verdict = result["verdict"]
-    console.print(f"[bold]{escape(verdict['headline'])}[/]")
-    if result["explanation"]:
-        console.print(escape(result["explanation"]["sentence"]))
+    for line in terminal.verdict(result):
+        console.print(line)
     for path in report.write(store.out, images or ("show" if demo else "blur"), with_pdf=pdf):
         console.print(f"report    {escape(str(path))}", soft_wrap=True)
     console.print(f"result    {escape(str(store.result))}", soft_wrap=True)

@@ -23,7 +23,7 @@ from leakgauge import metrics, threat
 from leakgauge.audit import Store, Watch, images, parse, run
 from leakgauge.audit.bench import _thinned, rng_of
 from leakgauge.audit.cases import trials as cases
-from leakgauge.audit.result import spread, summarise
+from leakgauge.audit.summary import spread, summarise
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import simulate
 from leakgauge.report import references

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sample_result import failed, sample
 from scipy.stats import binomtest
 
+from leakgauge.audit import verdict
 from leakgauge.report import annex, contents, figures, wording
 
 
@@ -23,7 +24,7 @@ def result(tmp_path):
 @pytest.mark.parametrize(("hits", "records"), [(0, 5), (5, 5), (3, 8), (40, 100), (1, 1)])
 def test_the_interval_of_a_share_is_wilson_s(hits, records):
     known = binomtest(hits, records).proportion_ci(method="wilson")
-    assert wording.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
+    assert verdict.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 docs/result-schema.md says what each key means. The version stands in `schema`; an older file is
 migrated, with nothing made up: what it did not measure stays empty. A newer one is refused. Keys
 beyond the documented ones are kept and ignored, so that a version can grow without a new number.
+What follows from the trials, the verdict above all, is derived again and must agree.
 
 A shape below is a type; `[shape]` for a list; a tuple of shapes for a list of that length; a set of
 words, one of which it must be; `{key: shape}` for a table, where "key?" may be absent; `Maybe` if
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias
 
+import torch
+
+from leakgauge._version import __version__
+from leakgauge.audit.summary import derived
 from leakgauge.errors import InputError
 
-SCHEMA = 2
+SCHEMA = 3
 
 Result: TypeAlias = dict[str, Any]
 
@@ -48,6 +52,16 @@ SPREAD = {
     "most": float,
     "count": int,
 }
+LEAK = {
+    "share": float,
+    "chance": float,
+    "records": int,
+    "beyond": float,
+    "interval": SPAN,
+    "limit": float,
+    "state": {"leaks", "below", "undecided", "no control"},
+    "more": Maybe(int),
+}
 ROW = {
     "round": int,
     "defence": str,
@@ -63,9 +77,9 @@ MEASURED_ROW = ROW | {
     "scores": Each(SPREAD),
     "baselines": {"mean image": Each(float), "random image": Each(float), "identified": float},
     "labels": Maybe({"accuracy": float, "random": float, "class prior": float}),
+    "leaks?": Each(LEAK),
     "success_rate?": float,
     "risk?": {"median": RISK, "worst": RISK},
-    "leaking?": float,
     "utility?": Maybe({"accuracy": float, "change": Maybe(float)}),
     "caveats": [str],
 }
@@ -108,7 +122,10 @@ WORST = {
     "share": float,
     "records": int,
 }
-RESULT = {
+OUTCOME = {"leaks", "below the limit", "inconclusive", "failed"}
+LIMIT = {"psnr": float, "share": float, "found": float, "labels": float}
+KIND = LEAK | {"round": int, "defence": str, "attack": str, "gallery?": int}
+GIVEN = {
     "schema": int,
     "leakgauge": str,
     "versions": Each(str),
@@ -134,25 +151,45 @@ RESULT = {
             "knowledge": Each(str),
         }
     ),
-    "verdict": Maybe(
-        {
-            "outcome": {"leaks", "below the limit", "inconclusive", "failed"},
-            "exit_code": int,
-            "headline": str,
-            "sentences": [str],
-            "risk": Maybe(RISK),
-            "limit": {"psnr": float, "share": float},
-            "worst": Maybe(WORST),
-        }
-    ),
+    "sensitivity": Maybe({"noise": float, "cosine_distance": float, "words": str}),
+    "trials": [TRIAL],
+    "not_run": [{"id": str, "attack": str, "reason": str}],
+    "references": [str],
+    "times": {
+        "cpu_seconds": float,
+        "wall_seconds": Maybe(float),
+        "forecast": Maybe({"cpu_seconds": float, "megabytes": float, "error": Maybe(float)}),
+        "finished": Maybe(str),
+    },
+}
+"""What an audit measured and was told."""
+
+JUDGED_PLAN = {"plan": {"audit": {"limit": LIMIT}, "threat": {"actor": str, "malicious?": bool}}}
+"""What the verdict takes from the plan."""
+
+DERIVED = {
+    "verdict": {
+        "outcome": OUTCOME,
+        "exit_code": int,
+        "headline": str,
+        "next": [str],
+        "sentences": [str],
+        "risk": Maybe(RISK),
+        "limit": LIMIT,
+        "records": int,
+        "kinds": Each(KIND),
+        "defences": [{"defence": str, "outcome": OUTCOME, "kinds": Each(KIND)}],
+        "worst": Maybe(WORST),
+    },
     "control": [
         {
             "attack": str,
             "psnr": Maybe(float),
             "baseline": Maybe(float),
+            "breaks": [str],
             "passed": bool,
             "reason": Maybe(str),
-            "trial": str,
+            "trials": [str],
         }
     ],
     "summary": [ROW],
@@ -165,23 +202,14 @@ RESULT = {
                     "label": str,
                     "median": Maybe(float),
                     "change": Maybe(float),
-                    "trials": int,
+                    "trials": [str],
                 }
             ],
             "sentence": str,
         }
     ),
-    "sensitivity": Maybe({"noise": float, "cosine_distance": float, "words": str}),
-    "trials": [TRIAL],
-    "not_run": [{"id": str, "attack": str, "reason": str}],
-    "references": [str],
-    "times": {
-        "cpu_seconds": float,
-        "wall_seconds": Maybe(float),
-        "forecast": Maybe({"cpu_seconds": float, "megabytes": float, "error": Maybe(float)}),
-        "finished": Maybe(str),
-    },
 }
+"""What follows from the trials."""
 
 
 def load(path: Path) -> Result:
@@ -213,32 +241,74 @@ def check(value: Any) -> Result:
             f"written by a newer LeakGauge: its schema is {version}, this version reads up to "
             f"{SCHEMA}; upgrade leakgauge"
         )
-    if version != SCHEMA and version not in MIGRATIONS:
-        known = ", ".join(map(str, [*MIGRATIONS, SCHEMA]))
-        raise InputError(f"schema: expected one of {known}, got {version}")
-    while version != SCHEMA:
-        value = MIGRATIONS[version](value)
-        version = value["schema"]
-    _expect(value, RESULT, "")
-    for i, row in enumerate(value["summary"]):
-        if "scores" in row or row["trials"] > row["failed"] + row["not_applicable"]:
-            _expect(row, MEASURED_ROW, f"summary[{i}]")
+    if version < 1:
+        raise InputError(f"schema: expected 1 to {SCHEMA}, got {version}")
+    if version == 1:
+        return _from_1(value)
+    _check_given(value)
+    if version == 2:
+        value = _from_2(value)
+    _expect(value, JUDGED_PLAN, "")
+    _expect(value, DERIVED, "")
+    return _verified(value)
+
+
+def _check_given(value: Any) -> None:
+    _expect(value, GIVEN, "")
     for i, trial in enumerate(value["trials"]):
         if trial["status"] == "done":
             _expect(trial, FINISHED_TRIAL, f"trials[{i}]")
             _agree(trial, f"trials[{i}]")
-    result: Result = value
-    return result
+
+
+def _check_rows(summary: list[dict[str, Any]]) -> None:
+    for i, row in enumerate(summary):
+        if "scores" in row or row["trials"] > row["failed"] + row["not_applicable"]:
+            _expect(row, MEASURED_ROW, f"summary[{i}]")
+
+
+def _verified(result: Result) -> Result:
+    """The result with everything that follows from its trials derived again. Where the file says
+    something else it was edited, and is refused; another version may word or count differently,
+    but not come to another outcome."""
+    found = _derived(result)
+    same = result["leakgauge"] == __version__ and result["versions"].get("torch") == _torch()
+    for key in ("verdict", "summary", "control", "explanation"):
+        told, true = result[key], found[key]
+        if key == "verdict" and not same:
+            told, true = ({k: v[k] for k in ("outcome", "exit_code")} for v in (told, true))
+        if told != true and (same or key == "verdict"):
+            raise InputError(
+                f"{key}: it does not follow from the trials in this file"
+                + (f" (it says {told['outcome']!r}, they say {true['outcome']!r})"
+                   if key == "verdict" else "")
+                + ": the file was edited; run the audit again with --resume to write it anew"
+            )  # fmt: skip
+    return result | found
+
+
+def _derived(result: Result) -> Result:
+    controls = [trial for entry in result["control"] for trial in entry["trials"]]
+    found = derived(
+        result["plan"], result["trials"], controls, result["explanation"], result["not_run"]
+    )
+    as_written: Result = json.loads(json.dumps(found))
+    return as_written
+
+
+def _torch() -> str:
+    return str(torch.__version__)
 
 
 def _from_1(old: Result) -> Result:
-    """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats."""
+    """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats. It keeps
+    none: what it measured was judged by nobody."""
     _expect(old, {"plan": {"federation": dict}, "federation": dict, "times": dict}, "")
     _expect(old, {"summary": [dict], "trials": [dict]}, "")
     model = old["plan"]["federation"].get("model")
     name = model.get("name") if isinstance(model, dict) else model
-    return old | {
-        "schema": 2,
+    new = old | {
+        "schema": SCHEMA,
         "federation": {"model": name} | old["federation"],
         "threat": None,
         "verdict": None,
@@ -253,9 +323,27 @@ def _from_1(old: Result) -> Result:
         "references": [],
         "times": {"wall_seconds": None, "forecast": None, "finished": None} | old["times"],
     }  # fmt: skip
+    _check_given(new)
+    _expect(new, {"summary": [ROW]}, "")
+    _check_rows(new["summary"])
+    return new
 
 
-MIGRATIONS: dict[int, Callable[[Result], Result]] = {1: _from_1}
+def _from_2(old: Result) -> Result:
+    """Schema 2 judged pictures alone: its trials are judged anew, by the limits of today where its
+    plan names none. Its ladder did not say which trials it used, and is left out."""
+    _expect(old, {"control": [{"trial": str}], "plan": {"audit": {"limit?": dict}}}, "")
+    audit = old["plan"]["audit"]
+    limits = {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5} | audit.get("limit", {})
+    plan = {"threat": {"actor": "server"}} | old["plan"] | {"audit": audit | {"limit": limits}}
+    _expect({"plan": plan}, JUDGED_PLAN, "")
+    new = old | {
+        "schema": SCHEMA,
+        "plan": plan,
+        "control": [{"trials": [entry["trial"]]} for entry in old["control"]],
+        "explanation": None,
+    }
+    return new | _derived(new)
 
 
 def _agree(trial: dict[str, Any], path: str) -> None:

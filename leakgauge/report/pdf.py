@@ -251,12 +251,12 @@ def _defences(pdf: FPDF, result: Result) -> None:
             str(trade.round),
             trade.row["attack"],
             wording.decibels(trade.row["scores"]["psnr"]["median"]),
-            wording.change(trade.change),
+            trade.state,
             trade.accuracy or "not measured",
         )
         for trade in trades[:MOST_ROWS]
     ]
-    header = ("Defence", "Round", "Strongest attack", "Median PSNR", "Change", "Accuracy")
+    header = ("Defence", "Round", "Strongest attack", "Median PSNR", "Pictures", "Accuracy")
     _table(pdf, header, rows, (4, 1, 3, 2, 2, 2))
 
 
