@@ -13,7 +13,10 @@ from leakgauge.types import Dataset
 
 
 def digits() -> Dataset:
-    """All 1797 digits, (1797, 1, 8, 8)."""
+    """Handwritten digits that need no download: grey, 8 × 8.
+
+    All 1797 of them, (1797, 1, 8, 8).
+    """
     from sklearn.datasets import load_digits  # here: it takes a second to import
 
     bunch = load_digits()

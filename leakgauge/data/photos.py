@@ -51,7 +51,9 @@ CONTRAST = 0.08  # least standard deviation of a crop's brightness; -20 log10(0.
 
 
 def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dataset:
-    """Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
+    """Crops of ten photographs that need no download.
+
+    Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
 
     Records alternate between the classes, so any first few show different photographs. No crop is
     enlarged: a large `size` leaves fewer, and above 191 pixels none of the smallest photograph.
