@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from leakgauge.config import imported
+from leakgauge.config import imported, optional
 from leakgauge.errors import CheckpointError, PlanError
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def evaluate(
     from leakgauge.guard import findings
     from leakgauge.guard import policy as policies
 
+    optional("matplotlib", "figures", "the figure of the evaluation")  # now, not at the end
     settings = policies.read(policy) if policy else policies.Settings()
     with aside.status("") as status:
         result = evaluation.run(

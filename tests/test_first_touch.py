@@ -83,6 +83,77 @@ def test_the_guard_loads_no_attack(code):
     assert not [m for m in modules if m.startswith(unwanted)]
 
 
+# Without the extras.
+
+BARE = """
+import importlib, pkgutil, sys
+class NotInstalled:
+    def find_spec(name, path=None, target=None):
+        if name in ("skimage", "sklearn", "matplotlib", "fpdf"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NotInstalled)
+import numpy as np
+import leakgauge
+for module in pkgutil.walk_packages(leakgauge.__path__, "leakgauge."):
+    importlib.import_module(module.name)
+
+from leakgauge import cli
+def call(*arguments):
+    sys.argv = ["leakgauge", *arguments]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print("code", end.code or 0)
+
+rng = np.random.default_rng(0)
+np.savez("mine.npz", images=rng.random((12, 8, 8), np.float32), labels=np.arange(12) % 2)
+open("plan.toml", "w").write('''
+[federation]
+data = { npz = "mine.npz" }
+model = { name = "mlp", hidden = [8] }
+[[attack]]
+name = "analytic"
+[audit]
+seeds = [0]
+explain = false
+exact = false
+limit = { share = 1.0 }
+''')
+call("audit", "plan.toml", "--out", "out")
+call("report", "out")
+call("report", "out", "--pdf")
+call("audit", "--demo")
+call("guard", "evaluate", "--quick")
+from leakgauge import data
+try:
+    data.load("digits")
+except leakgauge.errors.MissingExtra as error:
+    print("error:", error, file=sys.stderr)
+"""
+
+
+def test_without_the_extras_all_works_or_says_what_to_install(tmp_path):
+    got = subprocess.run(
+        [sys.executable, "-c", BARE],
+        capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
+    assert got.returncode == 0, got.stderr
+    codes = [line for line in got.stdout.splitlines() if line.startswith("code ")]
+    assert codes[0] in ("code 0", "code 1", "code 4")  # of an audit that was made
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert codes[1:] == ["code 0", "code 2", "code 2", "code 2"]
+    assert got.stderr.splitlines() == [
+        f"error: {use} needs the package {package!r}, which is not installed: "
+        f"pip install 'leakgauge[{extra}]'"
+        for use, package, extra in [
+            ("a PDF", "fpdf", "pdf"),
+            ("the data set 'photos'", "skimage", "demo"),
+            ("the figure of the evaluation", "matplotlib", "figures"),
+            ("the data set 'digits'", "sklearn", "demo"),
+        ]
+    ]
+
+
 # The public names are all there.
 
 
