@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from leakgauge.errors import PlanError
+from leakgauge.errors import MissingExtra, PlanError
 
 T = TypeVar("T")
 
@@ -33,6 +33,19 @@ def choose(table: Mapping[str, T], name: object, what: str) -> T:
     if not isinstance(name, str) or name not in table:
         raise PlanError(f"unknown {what} {name!r}{did_you_mean(str(name), table)}")
     return table[name]
+
+
+def optional(module: str, extra: str, use: str) -> types.ModuleType:
+    """A package that only an extra of ours installs, for this use of it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # it is there, and broken
+        raise MissingExtra(
+            f"{use} needs the package {error.name!r}, which is not installed: "
+            f"pip install 'leakgauge[{extra}]'"
+        ) from None
 
 
 def imported(spec: str, what: str) -> Callable[..., Any]:

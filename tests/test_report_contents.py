@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sample_result import failed, sample
 from scipy.stats import binomtest
 
+from leakgauge.audit import verdict
 from leakgauge.report import annex, contents, figures, wording
 
 
@@ -23,7 +24,7 @@ def result(tmp_path):
 @pytest.mark.parametrize(("hits", "records"), [(0, 5), (5, 5), (3, 8), (40, 100), (1, 1)])
 def test_the_interval_of_a_share_is_wilson_s(hits, records):
     known = binomtest(hits, records).proportion_ci(method="wilson")
-    assert wording.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
+    assert verdict.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +147,10 @@ def test_an_attack_that_never_ran_is_listed(result):
 def test_the_ledger_counts_every_measured_row_once(result):
     lines = {line.realism: line for line in contents.ledger(result)}
     assert {name: line.rows for name, line in lines.items()} == {
-        "realistic": 4, "informed": 0, "oracle": 2,
+        "realistic": 4, "active": 0, "informed": 0, "oracle": 2,
     }  # fmt: skip
     assert {name: line.counts for name, line in lines.items()} == {
-        "realistic": True, "informed": True, "oracle": False,
+        "realistic": True, "active": True, "informed": True, "oracle": False,
     }  # fmt: skip
     best = max(
         row["scores"]["psnr"]["median"] for row in result["summary"] if row["realism"] == "oracle"

@@ -101,7 +101,10 @@ def knowledge(rule: LabelRule) -> frozenset[Knowledge]:
 
 
 def idlg(head: Head) -> Tensor:
-    """The one class whose gradient row points against the (non-negative) features."""
+    """The label of a single record: the class that was pushed up.
+
+    Its row of the gradient points against the (non-negative) features.
+    """
     if head.records != 1:
         raise NotApplicable(
             f"the iDLG rule reads the label of one record, this update covers {head.records}: "
@@ -114,7 +117,10 @@ def idlg(head: Head) -> Tensor:
 
 
 def yin(head: Head) -> Tensor:
-    """The classes with the most negative entry in their row."""
+    """Each class at most once: those that were pushed up most.
+
+    They have the most negative entry in their row.
+    """
     strength = _rows(head, "yin").min(1).values
     if head.records > len(strength):
         raise NotApplicable(
@@ -125,7 +131,9 @@ def yin(head: Head) -> Tensor:
 
 
 def fedleak(head: Head) -> Tensor:
-    """Smallest row sums; beyond one record a class, counts by the row sums below the maximum.
+    """Classes in order of their row sums.
+
+    The smallest first; beyond one record per class, counts by the row sums below the maximum.
 
     The printed formula subtracts "max W" element by element; we read it as the largest entry of
     the weight gradient.
@@ -143,7 +151,10 @@ def fedleak(head: Head) -> Tensor:
 
 
 def counts(head: Head) -> Tensor:
-    """n_c = n(p̄_c − ∂b_c), rounded to whole counts that sum to n."""
+    """How many records of each class, also with repeats.
+
+    n_c = n(p̄_c − ∂b_c), rounded to whole counts that sum to n.
+    """
     if not head.is_gradient:
         raise NotApplicable(
             "labels are counted from a sum of gradients, and an update by Adam is not one: use a "

@@ -32,6 +32,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class Analytic:
+    """Reads single records off a linear layer (Phong 2018)."""
+
     tolerance: float = 1e-3  # relative distance below which two rows show the same record
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 

@@ -46,6 +46,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class ExactRecursion:
+    """Solves for images layer by layer, no search (our own)."""
+
     evaluations: int = 400  # of the finish, an image
     restarts: int = 2  # of the finish, while an image does not meet its activations
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})

@@ -73,7 +73,9 @@ GENERATOR = (0.05, 0.25)
 
 @dataclass(frozen=True)
 class SmoothToSharp:
-    """`lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
+    """Finds a smooth image, then sharpens it (our own).
+
+    `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
     L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
     `errors` off the candidates' own errors are taken in all stages."""
 

@@ -82,15 +82,21 @@ class Federation:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a federation may leak: at most `share` of the records beyond `psnr` dB (and well above
-    the mean image). More is a leak, and exit code 1."""
+    """What a federation may leak: at most `share` of the records recovered to `psnr` dB (and well
+    above the mean image), at most `found` of them picked out of the gallery, at most `labels` of
+    their labels read; the last two beyond guessing. More is a leak, and exit code 1."""
 
     psnr: float = 15.0
     share: float = 0.1
+    found: float = 0.1
+    labels: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must lie between 0 and 1, got {self.share}")
+        if not math.isfinite(self.psnr):
+            raise ValueError(f"psnr must be a finite number of decibels, got {self.psnr}")
+        for key in ("share", "found", "labels"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"{key} must lie between 0 and 1, got {getattr(self, key)}")
 
 
 @dataclass(frozen=True)

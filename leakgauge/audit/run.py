@@ -6,6 +6,7 @@ interrupted can be resumed and loses at most the running trials. Failed trials a
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse, plain
 from leakgauge.audit.result import assemble
 from leakgauge.audit.store import Store
-from leakgauge.audit.verdict import judge_control
 from leakgauge.audit.workers import Run, in_processes
 from leakgauge.errors import NotApplicable
 from leakgauge.files import write_json
@@ -84,8 +84,8 @@ def run(
         plan,
         model,
         trials=session.pick([*controls, *cases.trials(plan), *(c for _, r in rungs for c in r)]),
-        control=_judged(session.pick(controls)),
-        rungs=[(factor, rung[0], session.pick(rung)) for factor, rung in rungs],
+        controls=controls,
+        rungs=rungs,
         not_run=session.not_run(cases.trials(plan)),
         sensitivity=bench.sensitivity(first) if plan.document.audit.explain else None,
         wall=session.elapsed(),
@@ -97,21 +97,13 @@ def run(
     return result
 
 
-def _judged(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One control entry an attack: its best seed, for the question is whether it can work."""
-    best: dict[str, dict[str, Any]] = {}
-    for trial in trials:
-        entry = judge_control(trial)
-        kept = best.get(entry["attack"])
-        if kept is None or (entry["psnr"] or 0.0) > (kept["psnr"] or 0.0):
-            best[entry["attack"]] = entry
-    return list(best.values())
-
-
 def _best(trials: list[dict[str, Any]]) -> str | None:
     """The attack that did best on the control, if any could be run."""
-    entries = [entry for entry in _judged(trials) if entry["psnr"] is not None]
-    return str(max(entries, key=lambda e: float(e["psnr"]))["attack"]) if entries else None
+    scores: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial["status"] == "done":
+            scores.setdefault(trial["attack"], []).extend(trial["scores"]["psnr"])
+    return max(scores, key=lambda attack: statistics.median(scores[attack]), default=None)
 
 
 @dataclass

@@ -27,7 +27,10 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")
 
 
 def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dataset:
-    """All images below `path`, (N, channels, size, size); one channel is grey."""
+    """Your own images: one sub-folder of `path` per class.
+
+    All of them, (N, channels, size, size); one channel is grey.
+    """
     check_count("size", size)
     if channels not in (1, 3):
         raise PlanError(f"channels must be 1 (grey) or 3 (colour), got {channels!r}.")

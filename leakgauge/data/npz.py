@@ -21,7 +21,7 @@ from leakgauge.types import Dataset
 
 
 def npz(path: str | Path) -> Dataset:
-    """The labelled images of one npz file."""
+    """Your own labelled images in one npz file."""
     file = as_path("path", path)
     arrays = _read(file)
     for key in ("images", "labels"):

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from leakgauge.audit.advice import what_leaks
+from leakgauge.audit.summary import capped
 from leakgauge.errors import InputError
 from leakgauge.report.wording import (
     MOST_LISTED,
@@ -24,7 +26,6 @@ from leakgauge.report.wording import (
     table,
     tables,
     toml,
-    wilson,
 )
 
 Result: TypeAlias = dict[str, Any]
@@ -34,10 +35,11 @@ Images: TypeAlias = Literal["show", "blur", "hide"]
 
 REALISM = {
     "realistic": "the attacker holds only what the protocol shows anyway",
+    "active": "the attacker changes the model that clients receive",
     "informed": "the attacker holds more, of a kind that a determined one could obtain",
     "oracle": "the attacker was told truths that none would have: an upper bound",
 }
-JUDGED = ("realistic", "informed")
+JUDGED = ("realistic", "active", "informed")
 """The verdict rests on these alone."""
 
 ACTORS = {
@@ -118,46 +120,116 @@ def risk_level(result: Result) -> str | None:
 
 
 def key_figures(result: Result) -> list[Figure]:
-    """What an officer reads first: typical and worst leak, how many records, their labels."""
+    """What an officer reads first: what was recovered, recognised and read, and how well."""
     worst = table(result, "verdict", "worst")
     if not worst:
         return []
     row = _row_of(result, worst)
-    limit = result["verdict"]["limit"]
-    base = row.get("baselines", {}).get("mean image", {}).get("psnr")
+    kinds, limit = result["verdict"]["kinds"], result["verdict"]["limit"]
     figures = [
+        Figure(KINDS[kind], _share(leak), f"{_meaning(kind, leak, limit)}; {_measured(leak)}")
+        for kind, leak in kinds.items()
+    ]
+    base = row.get("baselines", {}).get("mean image", {}).get("psnr")
+    figures += [
         Figure(
-            "Typical leak",
-            decibels(worst["median"]),
-            f"median PSNR of the strongest attack; 95{SPACE}% interval {span(worst['interval'])} dB"
-            + (f"; a mean image scores {decibels(base)}" if base is not None else ""),
+            "Typical picture",
+            capped(worst["median"]),
+            "median likeness (PSNR) of the strongest attack's pictures"
+            + (f"; a mean picture, which shows nothing, has {decibels(base)}" if base else ""),
         ),
         Figure(
-            "Worst record",
-            decibels(worst["most"]),
-            f"the highest of {count(worst['records'], 'record')}: more records can only raise it",
+            "Worst picture",
+            capped(worst["most"]),
+            f"the best likeness among {count(worst['records'], 'record')}: attacking more records "
+            "can only raise it",
         ),
     ]
-    if worst["records"]:
-        low, high = wilson(worst["share"], worst["records"])
-        figures.append(
-            Figure(
-                "Records that leak",
-                percent(worst["share"]),
-                f"95{SPACE}% interval {percent(low)} to {percent(high)}; the limit is "
-                f"{percent(limit['share'])} of the records at {limit['psnr']:g}{SPACE}dB",
-            )
-        )
-    if labels := row.get("labels"):
-        figures.append(
-            Figure(
-                "Labels read",
-                percent(labels["accuracy"]),
-                f"guessing at random gives {percent(labels['random'])}, guessing by class "
-                f"frequency {percent(labels['class prior'])}",
-            )
-        )
     return figures
+
+
+KINDS = {
+    "pictures": "Pictures recovered",
+    "found": "Records recognised",
+    "labels": "Labels read",
+}
+STATES = {
+    "leaks": "leaks",
+    "below": "below the limit",
+    "undecided": "too few records to tell",
+    "no control": "no evidence: the attacks failed on the known-weak twin too",
+}
+
+
+def _share(leak: dict[str, Any]) -> str:
+    hits = leak["share"] * leak["records"]
+    return f"{round(hits)} of {leak['records']:,}"
+
+
+def _meaning(kind: str, leak: dict[str, Any], limit: dict[str, Any]) -> str:
+    if kind == "pictures":
+        return f"rebuilt to {limit['psnr']:g}{SPACE}dB or better, well above a mean picture"
+    if kind == "found":
+        return (
+            f"the reconstruction is nearer to the true record than to any other of "
+            f"{leak['gallery']:,} pictures; guessing finds {100 * leak['chance']:.2g}{SPACE}%"
+        )
+    return f"classes named rightly; guessing names {percent(leak['chance'])}"
+
+
+def _measured(leak: dict[str, Any]) -> str:
+    low, high = leak["interval"]
+    beyond = " beyond guessing" if leak["chance"] else ""
+    return (
+        f"95{SPACE}% interval{beyond} {percent(low)} to {percent(high)}, limit "
+        f"{percent(leak['limit'])}: {STATES[leak['state']]}"
+    )
+
+
+def next_steps(result: Result) -> list[str]:
+    """What to do, the most urgent first."""
+    return list(result["verdict"]["next"]) if result["verdict"] else []
+
+
+def rests_on(result: Result) -> str | None:
+    """How much evidence the verdict has."""
+    if not result["verdict"]:
+        return None
+    done = [t for t in result["trials"] if t["kind"] == "trial" and t["status"] == "done"]
+    attacks = len({trial["attack"] for trial in done})
+    return (
+        f"This verdict rests on {count(result['verdict']['records'], 'different record')}, "
+        f"attacked in {count(len(done), 'trial')} by {count(attacks, 'attack')}."
+    )
+
+
+@dataclass(frozen=True)
+class DefenceVerdict:
+    """What the verdict is with one defence alone. `kinds`: name, in words, state in words."""
+
+    defence: str
+    settings: str
+    outcome: str
+    kinds: tuple[tuple[str, str, str], ...]
+
+
+def defence_verdicts(result: Result) -> list[DefenceVerdict]:
+    """One line for each defence of the plan, no defence included."""
+    if not result["verdict"]:
+        return []
+    options, limit = settings(result, "defence"), result["verdict"]["limit"]
+    return [
+        DefenceVerdict(
+            "no defence" if entry["defence"] == "none" else entry["defence"],
+            options.get(entry["defence"], ""),
+            OUTCOMES[entry["outcome"]],
+            tuple(
+                (KINDS[kind], what_leaks(kind, leak, limit["psnr"]), STATES[leak["state"]])
+                for kind, leak in entry["kinds"].items()
+            ),
+        )
+        for entry in result["verdict"]["defences"]
+    ]
 
 
 def strongest_setting(result: Result) -> str | None:
@@ -350,8 +422,15 @@ def labelled(result: Result) -> list[Row]:
 
 
 def strongest(rows: list[Row]) -> Row:
-    """The row that leaks most: by the share of records that leak, then by the median."""
-    return max(rows, key=lambda row: (row.get("leaking", 0.0), (psnr(row) or {})["median"]))
+    """The row that leaks most: by the share of pictures recovered, then by the median."""
+    return max(
+        rows,
+        key=lambda row: (table(row, "leaks", "pictures").get("share", 0.0), row_median(row)),
+    )
+
+
+def row_median(row: Row) -> float:
+    return float((psnr(row) or {"median": 0.0})["median"])
 
 
 @dataclass(frozen=True)
@@ -362,7 +441,7 @@ class Trade:
     defence: str
     settings: str
     row: Row
-    change: float | None
+    state: str
     accuracy: str | None
 
 
@@ -376,18 +455,17 @@ def trade_off(result: Result) -> list[Trade]:
         return []
     best = {key: strongest(rows) for key, rows in groups.items()}
     options = settings(result, "defence")
-    trades = []
-    for (stage, defence), row in best.items():
-        bare = best.get((stage, "none"))
-        difference = (
-            row["scores"]["psnr"]["median"] - bare["scores"]["psnr"]["median"]
-            if bare and defence != "none"
-            else None
+    return [
+        Trade(
+            stage,
+            defence,
+            options.get(defence, ""),
+            row,
+            STATES.get(table(row, "leaks", "pictures").get("state", ""), NOTHING),
+            _accuracy(row),
         )
-        trades.append(
-            Trade(stage, defence, options.get(defence, ""), row, difference, _accuracy(row))
-        )
-    return trades
+        for (stage, defence), row in best.items()
+    ]
 
 
 def _accuracy(row: Row) -> str | None:
@@ -533,6 +611,23 @@ def ledger(result: Result) -> list[LedgerLine]:
     return lines
 
 
+def _manipulation(result: Result) -> str:
+    rows = measured(result)
+    if any(row["realism"] == "active" for row in rows):
+        return (
+            "The server in this audit manipulates the model that it sends, in the ways listed "
+            "under the attacks. One that knows other ways can do more."
+        )
+    if table(result, "threat").get("malicious"):
+        return (
+            "The server of this plan may manipulate the model that it sends, but no attack that "
+            "does so was run to its end. A malicious server can do more."
+        )
+    return (
+        "No attacker in this audit manipulates the model it sends. A malicious server can do more."
+    )
+
+
 def limits(result: Result, images: Images) -> list[str]:
     """What this report does not say."""
     rows = measured(result)
@@ -541,9 +636,9 @@ def limits(result: Result, images: Images) -> list[str]:
         "recoverable: a stronger attack, more iterations or more knowledge can only raise a leak.",
         "The numbers hold for this model, data, protocol, training stage and threat model. Another "
         "batch size, learning rate or round needs an audit of its own.",
-        "No attacker in this audit manipulates the model it sends. A malicious server can do more.",
-        "PSNR compares pixels. A face can be recognised at a low PSNR, and a flat picture scores "
-        "high against any grey guess: read every number beside its baseline.",
+        _manipulation(result),
+        "Likeness (PSNR) compares pixels. A face can be recognised at a low PSNR, and a flat "
+        "picture scores high against any grey guess: read every number beside its baseline.",
         "Intervals are a 95 % bootstrap of the median over records, which are taken as "
         "independent. Records of one batch are not, and with fewer than ten records the interval "
         "is too narrow.",

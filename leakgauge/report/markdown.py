@@ -171,7 +171,7 @@ def _trades(trades: list[contents.Trade]) -> list[str]:
                 escape(f"{trade.defence} {trade.settings}"),
                 escape(trade.row["attack"]),
                 wording.decibels(trade.row["scores"]["psnr"]["median"]),
-                wording.change(trade.change),
+                trade.state,
                 trade.accuracy or "not measured",
             )
             for trade in trades

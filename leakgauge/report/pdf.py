@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leakgauge.errors import InputError
+from leakgauge.config import optional
 from leakgauge.report import annex, contents, pictures, references, wording
 from leakgauge.report.contents import Images, Result
 
@@ -76,12 +76,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
 
 def check() -> None:
     """Say at once if no PDF can be made, before an audit is run for it."""
-    try:
-        import fpdf  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "a PDF needs fpdf2, which is not installed: pip install 'leakgauge[pdf]'"
-        ) from None
+    for package in ("fpdf", "matplotlib"):  # of matplotlib, the fonts
+        optional(package, "pdf", "a PDF")
 
 
 def _document(result: Result) -> FPDF:
@@ -251,12 +247,12 @@ def _defences(pdf: FPDF, result: Result) -> None:
             str(trade.round),
             trade.row["attack"],
             wording.decibels(trade.row["scores"]["psnr"]["median"]),
-            wording.change(trade.change),
+            trade.state,
             trade.accuracy or "not measured",
         )
         for trade in trades[:MOST_ROWS]
     ]
-    header = ("Defence", "Round", "Strongest attack", "Median PSNR", "Change", "Accuracy")
+    header = ("Defence", "Round", "Strongest attack", "Median PSNR", "Pictures", "Accuracy")
     _table(pdf, header, rows, (4, 1, 3, 2, 2, 2))
 
 

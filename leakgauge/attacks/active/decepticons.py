@@ -56,7 +56,9 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class Decepticons:
-    """`scale` is s; None: units^−½ for a ReLU, 1e5 for others, since a GELU is a ReLU from afar.
+    """A transformer whose update holds its tokens (Fowl 2023).
+
+    `scale` is s; None: units^−½ for a ReLU, 1e5 for others, since a GELU is a ReLU from afar.
 
     `voice` is the share of the tokens in what the class token becomes. At 1 records are told apart
     best; at 0.01 local steps move the weights less, so that more than one step can be read.

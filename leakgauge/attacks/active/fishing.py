@@ -57,6 +57,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class Fishing:
+    """One record's gradient drowns all others (Wen 2022)."""
+
     by: Literal["class", "feature"] = "class"
     label: int = 0  # the class c
     bias: float = 1000.0  # β

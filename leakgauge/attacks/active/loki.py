@@ -60,6 +60,8 @@ IMPRINT = "imprint.fc1.weight"
 
 @dataclass(frozen=True)
 class Loki:
+    """Separate bins per client survive averaging (Zhao 2024)."""
+
     bins: int = 512
     functional: Functional = "mean"
     gain: float = 1.0  # of the layer behind the imprint

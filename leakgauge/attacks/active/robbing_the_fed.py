@@ -60,6 +60,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class RobbingTheFed:
+    """An extra layer sorts images into bins (Fowl 2022)."""
+
     form: Literal["parameters", "block"] = "parameters"
     bins: int | None = None  # None: every unit of the layer, 512 in a block
     functional: Functional = "mean"
