@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_audited_is_refused_in_a_sentence(
 )
 def test_a_model_that_can_be_audited_is(audited: Any, model: str, federation: str) -> None:
     found = audited(model, federation)
-    assert found.code in (0, 4), found.text
+    assert found.code in (0, 1, 4), found.text  # a verdict, whatever it is
     assert found.wrote
 
 
