@@ -156,6 +156,8 @@ def errors_of(seen: Observation, labels: Tensor) -> Tensor:
     head = last_linear(seen.model, seen.shape)
     if head.bias is None:
         raise NotApplicable("the last layer has no bias to read them from")
+    if not any(value.dim() > 1 for value in seen.update.values()):
+        raise NotApplicable("only biases and norms are trained: errors alone make their gradients")
     if len(minibatches(records, training)) > 1 or training.optimiser != "sgd":
         raise NotApplicable("the update is not one step of SGD")
     shrunk = decay(training, 1) * seen.model.get_parameter(head.bias).detach()

@@ -153,18 +153,18 @@ def check(value: Any) -> Result:
         )
     if version < 1:
         raise InputError(f"schema: expected 1 to {SCHEMA}, got {version}")
-    value = {1: _from_1, 2: _from_2}.get(version, dict)(value)
-    _expect(value, GIVEN, "")
-    for i, trial in enumerate(value["trials"]):
+    result: Result = {1: _from_1, 2: _from_2}.get(version, dict)(value)
+    _expect(result, GIVEN, "")
+    for i, trial in enumerate(result["trials"]):
         if trial["status"] == "done":
             _expect(trial, FINISHED_TRIAL, f"trials[{i}]")
             _agree(trial, f"trials[{i}]")
     if version == 1:
-        return value | {"summary": _derived(value)["summary"]}
+        return result | {"summary": _derived(result)["summary"]}
     if version == 2:
-        return value | _derived(value)
-    _expect(value, TOLD, "")
-    return _verified(value)
+        return result | _derived(result)
+    _expect(result, TOLD, "")
+    return _verified(result)
 
 
 def _verified(result: Result) -> Result:
