@@ -23,6 +23,7 @@ import torch
 from leakgauge._version import __version__
 from leakgauge.audit.summary import derived
 from leakgauge.errors import InputError
+from leakgauge.files import read_plain
 
 SCHEMA = 3
 
@@ -125,11 +126,13 @@ TOLD = {
 def load(path: Path) -> Result:
     """The result in a file, at the current version; refused in words if it is not one."""
     try:
-        return check(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+        return check(json.loads(read_plain(path).decode(), parse_constant=_no_constant))
     except FileNotFoundError:
         raise InputError(f"no result at {path}: give the path of a result.json") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the path of the result.json in it") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
