@@ -66,6 +66,7 @@ def switched_off(): return Deep(None)
 def cut(): return Half()
 def frozen(): return body().requires_grad_(False)
 def training_only(): return Wrapped(lambda out: out if not torch.is_grad_enabled() else out / "a")
+def leaves(): return Wrapped(lambda out: out if not torch.is_grad_enabled() else exit(0))
 def old_norm():
     model = body()
     nn.utils.weight_norm(model[1])
@@ -132,6 +133,7 @@ def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any
         ("switched_off", "of which no trained parameter has a gradient"),
         ("frozen", "no trainable parameter"),
         ("training_only", "in local training on a batch of 1, failed (TypeError"),
+        ("leaves", "in local training on a batch of 1, failed (SystemExit: 0)"),
         ("old_norm", "copy.deepcopy cannot copy"),
     ],
 )

@@ -23,6 +23,7 @@ import torch
 from leakgauge._version import __version__
 from leakgauge.audit.summary import derived
 from leakgauge.errors import InputError
+from leakgauge.files import read_plain
 
 SCHEMA = 3
 
@@ -125,11 +126,13 @@ TOLD = {
 def load(path: Path) -> Result:
     """The result in a file, at the current version; refused in words if it is not one."""
     try:
-        return check(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+        return check(json.loads(read_plain(path).decode(), parse_constant=_no_constant))
     except FileNotFoundError:
         raise InputError(f"no result at {path}: give the path of a result.json") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the path of the result.json in it") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
@@ -153,18 +156,18 @@ def check(value: Any) -> Result:
         )
     if version < 1:
         raise InputError(f"schema: expected 1 to {SCHEMA}, got {version}")
-    value = {1: _from_1, 2: _from_2}.get(version, dict)(value)
-    _expect(value, GIVEN, "")
-    for i, trial in enumerate(value["trials"]):
+    result: Result = {1: _from_1, 2: _from_2}.get(version, dict)(value)
+    _expect(result, GIVEN, "")
+    for i, trial in enumerate(result["trials"]):
         if trial["status"] == "done":
             _expect(trial, FINISHED_TRIAL, f"trials[{i}]")
             _agree(trial, f"trials[{i}]")
     if version == 1:
-        return value | {"summary": _derived(value)["summary"]}
+        return result | {"summary": _derived(result)["summary"]}
     if version == 2:
-        return value | _derived(value)
-    _expect(value, TOLD, "")
-    return _verified(value)
+        return result | _derived(result)
+    _expect(result, TOLD, "")
+    return _verified(result)
 
 
 def _verified(result: Result) -> Result:

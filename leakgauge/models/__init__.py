@@ -111,7 +111,7 @@ def _arguments(
 def _built(name: str, build: Callable[..., Any], arguments: dict[str, Any]) -> object:
     try:
         return build(**arguments)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise PlanError(
             f"The model {name!r} could not be built with {sorted(arguments)} "
             f"({type(error).__name__}: {error})."
@@ -126,7 +126,7 @@ def _try_out(name: str, model: nn.Module, shape: tuple[int, int, int], classes: 
     try:
         with torch.no_grad():
             logits = model.eval()(blank)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise InputError(
             f"The model {name!r} failed on two blank images ({type(error).__name__}: {error}). "
             f"Expected {wanted}, in float32 on the CPU."
