@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakgauge import cli, data, models
+from leakgauge import audit, cli, data, models
 from leakgauge.errors import InputError
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
@@ -171,6 +172,23 @@ def test_a_last_batch_of_one_record_is_noticed_before_the_run(audited: Any) -> N
     assert found.code == 2
     assert "on a batch of 1, failed" in found.text
     assert not found.wrote
+
+
+@pytest.mark.parametrize(
+    "federation", ["", "records = 5\ntraining = { batch_size = 2, epochs = 1 }"]
+)
+def test_a_run_without_a_forecast_refuses_before_its_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, federation: str
+) -> None:
+    """The known-weak twin would come first, and has batch norm in eval mode."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    (tmp_path / "own.py").write_text(MODELS, encoding="utf-8")
+    table = tomllib.loads(PLAN.format(model="norm", federation=federation))
+    plan = audit.parse(table, "plan", tmp_path)
+    with pytest.raises(InputError, match="on a batch of 1, failed"):
+        audit.run(plan, audit.Store(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------- the same by the library

@@ -25,8 +25,8 @@ def plain(made: object, what: str) -> nn.Module:
             "attributes (torch.nn.utils.parametrizations.weight_norm instead of weight_norm)."
         ) from error
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        wrong = value.is_floating_point() and value.dtype != torch.float32
-        if value.is_complex() or wrong or value.device.type != "cpu":
+        wrong = isinstance(value, nn.Parameter) and value.dtype != torch.float32
+        if wrong or value.device.type != "cpu":
             raise InputError(
                 f"{what} gave a model whose {name!r} is {value.dtype} on {value.device}. Expected "
                 "torch.float32 on the CPU: end your function with model.float().cpu()."
