@@ -88,6 +88,25 @@ class CutOff(Perceptron):
         return self.head(h)  # type: ignore[no-any-return]
 
 
+class Detached(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).detach())  # type: ignore[no-any-return]
+
+
+class Stepped(Perceptron):
+    """Nothing that has a derivative is in front of the head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.features(x) > 0).to(x))  # type: ignore[no-any-return]
+
+
+class Single(Perceptron):
+    """Insists on float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x.float()))  # type: ignore[no-any-return]
+
+
 class Twice(nn.Module):
     """One layer that runs twice."""
 
@@ -161,6 +180,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapter": Adapter,
     "low rank": LowRank,
     "cut off": CutOff,
+    "detached": Detached,
+    "stepped": Stepped,
+    "single precision": Single,
     "weight norm": weight_norm,
 }
 
@@ -313,6 +335,17 @@ def test_the_exact_recursion_does_without_what_is_frozen(model: str) -> None:
 @pytest.mark.parametrize("model", ["frozen head bias", "frozen first bias"])
 def test_the_exact_recursion_of_a_batch_does_without_a_frozen_bias(model: str) -> None:
     assert reconstructed(ExactRecursion(), played(MODELS[model], 3)) > 80
+
+
+def test_the_exact_recursion_reads_past_a_detach() -> None:
+    """It stops the client's gradients, not the reader of the graph: its features are exact."""
+    seen = [observe(played(make, 3), ThreatModel()) for make in (Detached, CutOff)]
+    found = [separable(one, seeded()) for one in seen]
+    assert torch.equal(found[0].maps, found[1].maps)
+    round_ = played(Detached, 3)
+    features = round_.model.features(round_.truths[0].inputs)  # type: ignore[operator]
+    distance = torch.cdist(found[0].maps.float(), features) / features.norm(dim=1)
+    assert distance.min(1).values.max() < 1e-4
 
 
 def test_a_layer_under_two_names_is_not_shared() -> None:

@@ -125,6 +125,22 @@ class Engine:
         self.notes: list[str] = []
         self._calls = 0
         self._finer: Engine | None = None  # takes over where float32 is too coarse
+        if dtype == torch.float64:
+            self._try_double(seen)
+
+    def _try_double(self, seen: Observation) -> None:
+        """Refuse a model that cannot be run in float64."""
+        values = dict(zip(self._names, self._weights, strict=True)) | self._buffers
+        blank = torch.zeros(len(self._steps[0]), *seen.shape, dtype=self.dtype, device=self.device)
+        try:
+            with torch.no_grad():
+                logits(self._model, values, blank, self.training)
+        except RuntimeError as error:
+            raise NotApplicable(
+                "gradients are matched or checked in float64, in which this model's forward fails "
+                f"({error}): let it take its precision from its input, as in .to(x.dtype) instead "
+                "of .float()"
+            ) from error
 
     @property
     def mode(self) -> str:

@@ -25,6 +25,7 @@ from torch.nn.grad import conv2d_weight
 
 from leakgauge.attacks._separation import Separated, rectified, windows
 from leakgauge.attacks._trace import Trace
+from leakgauge.errors import NotApplicable
 from leakgauge.types import Named
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
@@ -400,6 +401,8 @@ def invert(
             # On what leaves it, an entry that should be active but is not would have no slope.
             miss = torch.where(value > 0, miss, entered.relu())
         loss: Tensor = miss.square().sum() / size
+        if not loss.requires_grad:
+            raise NotApplicable(f"no derivative leads from {node.name!r} back to the image")
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
         if losses[-1] < best:

@@ -43,7 +43,7 @@ AFFINE_FUNCTIONS = {
     F.avg_pool2d: F.avg_pool2d,
     F.adaptive_avg_pool2d: F.adaptive_avg_pool2d,
 }
-AFFINE_METHODS = ("flatten", "view", "reshape", "mean", "add", "contiguous")
+AFFINE_METHODS = ("flatten", "view", "reshape", "mean", "add", "contiguous", "detach")
 PLAIN = ("size", "dim")  # methods whose value is no tensor of the data
 SMOOTH: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     nn.Sigmoid: (torch.logit, lambda a: a * (1 - a)),
@@ -76,9 +76,17 @@ class Trace:
             below = (self.sources[n] for n in node.all_input_nodes)
             self.sources[node] = frozenset({node}) if self.bent(node) else frozenset().union(*below)
         blank = torch.zeros(1, *shape, dtype=torch.float64)
+        try:
+            values = self.forward(blank, self.nodes)
+        except Exception as error:  # whatever the user's code does in double precision
+            raise NotApplicable(
+                "the exact recursion runs the model in double precision, in which its forward "
+                f"fails ({error}): let it take its precision from its input, as in .to(x.dtype) "
+                "instead of .float()"
+            ) from error
         self.shape = {
             node: value.shape[1:]
-            for node, value in self.forward(blank, self.nodes).items()
+            for node, value in values.items()
             if isinstance(value, Tensor) and value.dim() > 1
         }
 
@@ -167,6 +175,7 @@ class Trace:
                 "flatten",
                 "view",
                 "reshape",
+                "detach",
             ):
                 node = node.all_input_nodes[0]
             else:
@@ -181,7 +190,7 @@ class Trace:
 
     def channelwise(self, node: fx.Node) -> bool:
         """Whether a node passes each entry on by itself: batch norm, sum, identity."""
-        sums = (operator.add, operator.iadd, torch.add, "add")
+        sums = (operator.add, operator.iadd, torch.add, "add", "detach")
         modules = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Identity, nn.Dropout)
         return node.target in sums or self._module(node, *modules)
 
@@ -224,6 +233,8 @@ class Trace:
         if node.op == "call_function":
             function: Any = node.target
             return AFFINE_FUNCTIONS.get(function, function)(*args, **kwargs)
+        if node.target == "detach":  # stops the client's gradient, not the reader of its graph
+            return args[0]
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "get_attr":

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from leakgauge.errors import InputError
 from leakgauge.fl import aggregate
-from leakgauge.fl.local import minibatches, train
+from leakgauge.fl.local import attempt, minibatches, ready, train
+from leakgauge.fl.model import plain
 from leakgauge.fl.partition import Iid, Partition
 from leakgauge.tensors import check_like, parameters, weighted_mean
 from leakgauge.types import (
@@ -120,7 +121,23 @@ def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
     seed = int(torch.randint(0, 2**62, (), generator=rng))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return copy.deepcopy(scenario.make_model())  # it may return the user's own
+        model = plain(scenario.make_model(), "make_model()")
+        _try_out(model, scenario)
+    return model
+
+
+def _try_out(model: nn.Module, scenario: Scenario) -> None:
+    """One step of local training on the smallest batch that a client meets, of blank records: what
+    is wrong with the model is said before anything is run."""
+    training, data = scenario.training, scenario.data
+    records = _records(scenario, len(data))
+    size = max(1, min(training.batch_size, records))
+    count = records % size or size
+    blank = data.inputs.new_zeros(count, *data.inputs.shape[1:])
+    labels = data.labels.new_full((count,), len(data.classes) - 1)
+    live = ready(model, training)
+    values = {name: p.requires_grad_() for name, p in parameters(model).items()}
+    attempt(live, values | dict(live.named_buffers()), blank, labels, training)
 
 
 def _records(scenario: Scenario, held: int) -> int:
