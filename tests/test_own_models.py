@@ -215,6 +215,7 @@ class Pair(nn.Module):
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), r"\(1, 4\).*at least 10 classes"),
         (lambda: nn.Sequential(nn.Linear(8, 10)), "gave a tensor"),
         (lambda: network().double(), "end your function with model.float"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), r"lazy '1\.weight' has no size"),
         (lambda: network(nn.BatchNorm1d(16)), 'or set batch_norm = "eval"'),
     ],
 )
@@ -257,6 +258,14 @@ def test_a_model_that_is_the_same_object_every_time_is_copied(
         assert torch.equal(value, before[name])
     third = made(2, "torch")
     assert all(torch.equal(v, before[n]) for n, v in third.state_dict().items())
+
+
+def test_a_parallel_model_is_audited_as_the_module_behind_it() -> None:
+    def make() -> nn.Module:
+        return nn.DataParallel(network())
+
+    round_ = simulate(Scenario(make, data.load("digits")), torch.Generator().manual_seed(0))
+    assert list(round_.updates[0]) == ["1.weight", "1.bias", "3.weight", "3.bias"]
 
 
 def test_a_compiled_model_is_left_as_the_user_has_it() -> None:

@@ -18,6 +18,8 @@ from leakgauge import data, diagnostics, metrics
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Analytic, ExactRecursion, separable
 from leakgauge.attacks._labels import RULES, infer
 from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, simulate, tampered, target
@@ -346,6 +348,33 @@ def test_the_exact_recursion_reads_past_a_detach() -> None:
     features = round_.model.features(round_.truths[0].inputs)  # type: ignore[operator]
     distance = torch.cdist(found[0].maps.float(), features) / features.norm(dim=1)
     assert distance.min(1).values.max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("tied head", ["fc1.weight", "mid.0.weight", None, None]),
+        ("tied first layer", [None, None, "head.weight"]),
+        ("a layer twice", [None, None, "head.weight"]),
+        ("head only", [None, None, "head.weight"]),
+        ("cut off", [None, None, "head.weight"]),  # they are sent, and zero
+        ("weight norm", [None, None, None]),  # computed from what is sent
+        ("frozen head bias", ["fc1.weight", "mid.weight", "head.weight"]),
+    ],
+)
+def test_a_gradient_tells_of_a_layer_that_has_it_alone(model: str, told: list[str | None]) -> None:
+    seen = observe(played(MODELS[model]), ThreatModel())
+    trace, gradient = Trace(seen.model, seen.shape), gradient_of(seen)
+    assert [trace.told(layer, "weight", gradient) for layer in trace.layers()] == told
+
+
+def test_what_stops_the_peeling_is_a_layer_that_tells_nothing() -> None:
+    guess = ExactRecursion().reconstruct(observe(played(CutOff, 1), ThreatModel()), seeded())
+    assert guess.facts["images_met"] == 1  # it has the features that were read
+    plain = ExactRecursion().reconstruct(
+        observe(played(lambda: frozen("fc1", "mid"), 1), ThreatModel()), seeded()
+    )
+    assert plain.facts["peeled_to"] == guess.facts["peeled_to"] == "relu_1"
 
 
 def test_a_layer_under_two_names_is_not_shared() -> None:
