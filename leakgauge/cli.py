@@ -56,6 +56,7 @@ app = typer.Typer(
     help="How much of a client's private data does your federation's update give away?",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Data sets on disk.", no_args_is_help=True)

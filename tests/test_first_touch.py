@@ -87,11 +87,9 @@ def test_the_guard_loads_no_attack(code):
 
 BARE = """
 import importlib, pkgutil, sys
-class NotInstalled:
-    def find_spec(name, path=None, target=None):
-        if name in ("skimage", "sklearn", "matplotlib", "fpdf"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, NotInstalled)
+from importlib.machinery import PathFinder
+found, missing = PathFinder.find_spec, ("skimage", "sklearn", "matplotlib", "fpdf")
+PathFinder.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
 import numpy as np
 import leakgauge
 for module in pkgutil.walk_packages(leakgauge.__path__, "leakgauge."):
