@@ -425,6 +425,19 @@ def test_a_crash_is_kept_and_the_audit_goes_on(tmp_path):
     }
 
 
+def test_the_crash_of_an_attack_that_nobody_asked_for_fails_no_audit(tmp_path):
+    plan = with_attacks(tiny(), extra=guessing(crash), good=constant(0.5))
+    assert run(plan, Store(tmp_path / "asked"))["verdict"]["exit_code"] == 3
+    result = run(dataclasses.replace(plan, asked=("good",)), Store(tmp_path / "unasked"))
+    extra, good = result["trials"]
+    assert (extra["status"], good["status"]) == ("not applicable", "done")
+    assert "crashed (RuntimeError: the line search exploded)" in extra["error"]
+    assert "in crash" in extra["traceback"]
+    assert result["verdict"]["outcome"] != "failed"
+    assert result["verdict"]["exit_code"] != 3
+    assert all(row["failed"] == 0 for row in result["summary"])
+
+
 @pytest.mark.parametrize(
     ("guess", "words"),
     [

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from leakgauge import data, diagnostics, metrics
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Analytic, ExactRecursion, separable
-from leakgauge.attacks._labels import RULES, infer
+from leakgauge.attacks._labels import RULES, _slopes, infer
 from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.models.vit import VisionTransformer
+from leakgauge.tensors import parameters
 from leakgauge.threat import observe
 from leakgauge.types import Attack, Batch, LocalTraining, Round, ThreatModel
 
@@ -348,6 +351,33 @@ def test_the_exact_recursion_reads_past_a_detach() -> None:
     assert distance.min(1).values.max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("tied head", ["fc1.weight", "mid.0.weight", None, None]),
+        ("tied first layer", [None, None, "head.weight"]),
+        ("a layer twice", [None, None, "head.weight"]),
+        ("head only", [None, None, "head.weight"]),
+        ("cut off", [None, None, "head.weight"]),  # they are sent, and zero
+        ("weight norm", [None, None, None]),  # computed from what is sent
+        ("frozen head bias", ["fc1.weight", "mid.weight", "head.weight"]),
+    ],
+)
+def test_a_gradient_tells_of_a_layer_that_has_it_alone(model: str, told: list[str | None]) -> None:
+    seen = observe(played(MODELS[model]), ThreatModel())
+    trace, gradient = Trace(seen.model, seen.shape), gradient_of(seen)
+    assert [trace.told(layer, "weight", gradient) for layer in trace.layers()] == told
+
+
+def test_what_stops_the_peeling_is_a_layer_that_tells_nothing() -> None:
+    guess = ExactRecursion().reconstruct(observe(played(CutOff, 1), ThreatModel()), seeded())
+    assert guess.facts["images_met"] == 1  # it has the features that were read
+    plain = ExactRecursion().reconstruct(
+        observe(played(lambda: frozen("fc1", "mid"), 1), ThreatModel()), seeded()
+    )
+    assert plain.facts["peeled_to"] == guess.facts["peeled_to"] == "relu_1"
+
+
 def test_a_layer_under_two_names_is_not_shared() -> None:
     def make() -> nn.Module:
         model = Perceptron()
@@ -401,6 +431,36 @@ def test_rules_that_need_the_weights_say_so(rule: Any) -> None:
     with pytest.raises(NotApplicable, match=r"frozen or shared.*use the rule 'counts'"):
         infer(seen, rule, seeded())
     assert rule in RULES
+
+
+def test_a_shared_bias_below_the_head_is_not_read() -> None:
+    """Its gradient is a sum over its layers, and the slopes are those of one."""
+
+    def make(*, tied: bool) -> Perceptron:
+        model = Perceptron(32, 32)
+        model.head = nn.Linear(32, CLASSES, bias=False)
+        if tied:
+            model.mid.bias = model.fc1.bias
+        return model
+
+    images = torch.rand(2, 1, 8, 8, generator=seeded())
+    for tied, name in ((False, "mid.bias"), (True, None)):
+        model = make(tied=tied)
+        assert _slopes(model, parameters(model), images, "head")[0] == name
+
+
+@pytest.mark.parametrize("model", ["tied first layer", "a layer twice"])
+def test_bins_are_not_written_into_a_shared_layer(model: str) -> None:
+    with pytest.raises(NotApplicable, match="which other layers share"):
+        ACTIVE_ATTACKS["robbing-the-fed"]().tamper(
+            target(played(MODELS[model]), data.load("digits")), seeded()
+        )
+
+
+def test_smooth_to_sharp_takes_its_own_errors_where_only_biases_are_trained() -> None:
+    seen = observe(played(biases_only), ThreatModel())
+    guess = quick("smooth-to-sharp").reconstruct(seen, seeded())
+    assert "only biases and norms are trained" in guess.facts["errors"]
 
 
 def test_an_attack_on_matrices_refuses_an_update_without_any() -> None:

@@ -117,9 +117,10 @@ def _read(
     if trace.rectified(source):
         maps, unsure = rectified(maps)
     seen = windows(maps, layer).flatten(0, 1)  # (N·positions, inputs·k²)
-    signals = torch.linalg.lstsq(seen.T, matrix.T).solution  # (N·positions, outputs)
+    signals = least_squares(seen.T, matrix.T)  # (N·positions, outputs)
     misfit = float((signals.T @ seen - matrix).norm() / matrix.norm())
-    signals = signals.view(records, positions, -1).transpose(1, 2).reshape(records, *out)
+    # Contiguous: for a single record, PyTorch's batch norm misreads a gradient of other strides.
+    signals = signals.view(records, positions, -1).transpose(1, 2).contiguous().view(records, *out)
     scale = _scale(trace, node, top)
     at_top = signals / scale
     found = _amounts(trace, gradient, node, top, at_top, signals)
@@ -130,6 +131,14 @@ def _read(
     labels = errors.argmin(1)
     _check(trace, source, maps, top, errors, labels)
     return Separated(node, top, at_top, source, maps, unsure, labels, misfit)
+
+
+def least_squares(left: Tensor, right: Tensor) -> Tensor:
+    """The smallest x with left·x nearest to right. By singular values: the last bits of
+    torch.linalg.lstsq depend on where in memory its work space happens to lie."""
+    u, values, v = torch.linalg.svd(left, full_matrices=False)
+    kept = values > torch.finfo(values.dtype).eps * max(left.shape) * values[0]
+    return v[kept].T @ ((u.T @ right)[kept] / values[kept, None])
 
 
 def rectified(maps: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +186,7 @@ def _amounts(
             "neither it nor its batch norm has a trained bias that would tell the scale"
         )
     left, right = torch.cat(equations), torch.cat(values)
-    found: Tensor = torch.linalg.lstsq(left, right[:, None]).solution[:, 0]
+    found = least_squares(left, right[:, None])[:, 0]
     misfit = float((left @ found - right).norm() / right.norm())
     if misfit > MISFIT:
         raise NotApplicable(
@@ -204,7 +213,7 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor) -> Tensor:
     errors = []
     for one in signal.flatten(1):
         active = one.abs() > 1e-3 * one.abs().max()
-        error = torch.linalg.lstsq(rows[:, active].T, one[active, None]).solution[:, 0]
+        error = least_squares(rows[:, active].T, one[active, None])[:, 0]
         if float((error @ rows[:, active] - one[active]).norm() / one.norm()) > MISFIT:
             raise NotApplicable("a signal found at it is not one that its head can send")
         errors.append(error)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench, crashed, rng_of
 from leakgauge.audit.cases import Case
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse, plain
@@ -209,8 +209,8 @@ class _Recipe:
 
 def _died(case: Case, plan: Plan) -> dict[str, Any]:
     """The trial of a case whose worker was killed twice."""
-    return case.header(plan) | {
-        "status": "failed",
-        "error": "the process of this trial was killed twice (out of memory?)",
-        "times": {"wall_seconds": 0.0, "cpu_seconds": 0.0},
-    }
+    return (
+        case.header(plan)
+        | crashed(plan, case, "the process of this trial was killed twice (out of memory?)")
+        | {"times": {"wall_seconds": 0.0, "cpu_seconds": 0.0}}
+    )

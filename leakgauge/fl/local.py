@@ -71,7 +71,7 @@ def attempt(
     where = f"the model, in local training on a batch of {len(inputs)}"
     try:
         out: object = logits(model, values, inputs, training, step)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hint = ""
         if "more than 1 value per channel" in str(error):  # PyTorch's own words
             hint = (

@@ -11,13 +11,13 @@ from leakgauge.errors import InputError
 
 
 def plain(made: object, what: str) -> nn.Module:
-    """A copy of the model, for a function may return the same object every time; of a compiled one,
-    a copy of the module behind it. `what` names the model in errors."""
+    """A copy of the model, for a function may return the same object every time; of a compiled
+    or parallel one, a copy of the module behind it. `what` names the model in errors."""
     if not isinstance(made, nn.Module):
         raise InputError(f"{what} gave a {type(made).__name__}, expected an nn.Module.")
     _refuse_scripted(made, what)
     try:
-        model = _uncompiled(copy.deepcopy(made))
+        model = _unwrapped(copy.deepcopy(made))
     except Exception as error:  # whatever a copy meets in the user's code
         raise InputError(
             f"{what} gave a model that copy.deepcopy cannot copy ({type(error).__name__}: "
@@ -25,8 +25,8 @@ def plain(made: object, what: str) -> nn.Module:
             "attributes (torch.nn.utils.parametrizations.weight_norm instead of weight_norm)."
         ) from error
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        wrong = value.is_floating_point() and value.dtype != torch.float32
-        if value.is_complex() or wrong or value.device.type != "cpu":
+        wrong = isinstance(value, nn.Parameter) and value.dtype != torch.float32
+        if wrong or value.device.type != "cpu":
             raise InputError(
                 f"{what} gave a model whose {name!r} is {value.dtype} on {value.device}. Expected "
                 "torch.float32 on the CPU: end your function with model.float().cpu()."
@@ -50,11 +50,15 @@ def _refuse_scripted(model: nn.Module, what: str) -> None:
             )
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """The module behind torch.compile, here and in its parts: the parts of `model` are changed."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module behind torch.compile or DataParallel, here and in its parts, which are changed."""
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = getattr(model, "module" if parallel else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            break
         model = inner
     for name, child in model.named_children():
-        if (bare := _uncompiled(child)) is not child:
+        if (bare := _unwrapped(child)) is not child:
             model.register_module(name, bare)
     return model

@@ -135,6 +135,12 @@ def _try_out(model: nn.Module, scenario: Scenario) -> None:
     count = records % size or size
     blank = data.inputs.new_zeros(count, *data.inputs.shape[1:])
     labels = data.labels.new_full((count,), len(data.classes) - 1)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError(
+                f"make_model() gave a model whose lazy {name!r} has no size yet: call the model on "
+                "a batch of images once before you return it"
+            )
     live = ready(model, training)
     values = {name: p.requires_grad_() for name, p in parameters(model).items()}
     attempt(live, values | dict(live.named_buffers()), blank, labels, training)
