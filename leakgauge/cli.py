@@ -254,7 +254,10 @@ def _watch(progress: Progress) -> audits.Watch:
         progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
-    return audits.Watch(lambda total: progress.update(whole, total=total), begin, step, end)
+    def say(words: str) -> None:
+        progress.console.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True)
+
+    return audits.Watch(lambda total: progress.update(whole, total=total), begin, step, end, say)
 
 
 @app.command()
