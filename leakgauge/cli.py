@@ -260,7 +260,10 @@ def _watch(progress: Progress) -> audits.Watch:
         progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
-    return audits.Watch(expect, begin, step, end)
+    def say(words: str) -> None:
+        progress.console.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True)
+
+    return audits.Watch(expect, begin, step, end, say)
 
 
 @app.command()
