@@ -7,6 +7,7 @@ import gc
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -259,8 +260,17 @@ FAST: dict[str, tuple[str, LocalTraining, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("distance", [cosine, squared])
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [
+        *zip(
+            FAST, cycle((cosine, squared)), strict=False
+        ),  # every network, and every setting of it
+        ("lenet-zhu", squared),
+        ("resnet-18, two", cosine),
+        ("mobilenet-v2, train BN, two", squared),
+    ],
+)
 def test_auto_agrees_with_exact_double_precision(name: str, distance: Distance) -> None:
     model, training, options = FAST[name]
     world = case(model, training, **options)
