@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sample_result import HOSTILE, failed, sample, save
+from sample_result import HOSTILE, failed, rederive, sample, save
 
 from leakgauge.audit import schema
 from leakgauge.report import html
@@ -65,7 +65,7 @@ def hostile(tmp_path_factory) -> Path:
     made = sample(folder, seeds=1, text=HOSTILE)
     made["trials"].append(failed(made["trials"][0], HOSTILE, HOSTILE))
     made["plan"]["audit"][HOSTILE] = HOSTILE * 5
-    loaded = schema.load(save(folder, made))
+    loaded = schema.load(save(folder, rederive(made)))
     (folder / "report.html").write_text(html.render(loaded, folder, "show"), encoding="utf-8")
     return folder / "report.html"
 
@@ -111,7 +111,7 @@ def test_the_verdict_is_what_one_sees_first(browser, report):
     heading = browser.find_element("css selector", "h1")
     assert heading.text.startswith("This federation leaks")
     assert 0 < heading.rect["y"] < 844  # without scrolling
-    assert len(browser.find_elements("css selector", ".figures .card")) == 4
+    assert len(browser.find_elements("css selector", ".figures .card")) == 5
 
 
 def test_the_style_sheet_applies(browser, report):

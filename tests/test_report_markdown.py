@@ -35,7 +35,7 @@ def test_it_says_what_the_audit_found(result, tmp_path):
     assert "[2]" not in text  # the same caveat has the same mark
     assert "did not break it: needs a linear layer → there is none" in text
     assert "not run: the budget of 10 min was spent (2 times)" in text
-    assert "−28.0 dB" in text
+    assert "−17.0 dB" in text
     assert "| prune share = 0.99 | analytic |" in text
     assert "https://doi.org/10.1109/TIFS.2017.2787987" in text
     assert "result.json, sha256" in text
