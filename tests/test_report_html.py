@@ -20,6 +20,8 @@ from leakgauge.audit import schema
 from leakgauge.errors import InputError
 from leakgauge.report import html, write
 
+FIRST = ("the record", "its reconstruction")
+
 
 class Page(HTMLParser):
     """Tags with their attributes, and the text of each section."""
@@ -53,8 +55,19 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def images(page: Page) -> list[Image.Image]:
-    sources = [str(attributes["src"]) for attributes in page.all("img")]
+def plain(step: str) -> str:
+    """A step as the page has it, where code is an element of its own."""
+    return " ".join(re.sub(r"`([^`]*)`|(--\w+)", r" \1\2 ", step).split())
+
+
+def cards(page: Page) -> list[dict[str, str | None]]:
+    """The pictures of the gallery, without the two of the first screen."""
+    return [img for img in page.all("img") if img["alt"] not in FIRST]
+
+
+def images(page: Page, first: bool = False) -> list[Image.Image]:
+    shown = [img for img in page.all("img") if (img["alt"] in FIRST) == first]
+    sources = [str(attributes["src"]) for attributes in shown]
     head = "data:image/png;base64,"
     assert all(source.startswith(head) for source in sources)
     return [
@@ -86,13 +99,17 @@ def test_the_first_page_is_the_verdict(page, result):
     assert "Risk ●●●● very high" in text
     assert "Pictures recovered 12 of 12" in text
     assert "Records recognised 12 of 12" in text
-    assert "nearer to the true record than to any other of 204 pictures" in text
+    assert "picked out of 204 pictures by their reconstruction" in text
     assert "Labels read 10 of 12" in text
     assert "Typical picture over 50 dB" in text
     assert "Worst picture over 50 dB" in text
-    assert "95 % interval 76 % to 100 %, limit 10 %: leaks" in text
-    for sentence in result["verdict"]["sentences"]:
+    assert "limit 10 %, measured 76 % to 100 % (95 % interval): leaks" in text
+    assert "This verdict rests on 12 different records, attacked in 12 trials by 2 attacks" in text
+    assert "dB" not in text.split("over 50 dB")[0].replace("15 dB", "")  # no 58 dB and the like
+    for sentence in [*result["verdict"]["sentences"], *map(plain, result["verdict"]["next"])]:
         assert sentence in text
+    assert "analytic, no defence, round 0, seed 2: over 50 dB" in text
+    assert "prune share = 0.99 Leaks Pictures recovered: leaks." in text
 
 
 def test_findings_stand_beside_their_baselines_tags_and_caveats(page, result):
@@ -116,8 +133,9 @@ def test_every_section_says_its_part(page, result):
     assert "An honest-but-curious server against client 0" in text["threat"]
     assert "labels the true labels ○ does not hold" in text["threat"]
     assert "● holds" in text["threat"]
-    assert "61.0 dB 10.6 dB ✓ broke it" in text["control"]
-    assert "✗ did not break it needs a linear layer → there is none" in text["control"]
+    assert "61.0 dB 10.6 dB ✓ broke it: pictures recovered" in text["control"]
+    assert "✗ does not apply" in text["control"]
+    assert "not applicable: needs a linear layer → there is none" in text["coverage"]
     assert "PSNR, dB" in text["distributions"]
     assert "random 30 %, class prior 34 %" in text["labels"]
     assert "What hinders analytic most is the batch (batch 1 → 8)" in text["why"]
@@ -156,8 +174,8 @@ def test_a_defence_is_shown_by_what_is_left_and_whether_it_is_below_the_limit(tm
             trial["scores"]["psnr"] = [12.3] * trial["records"]
     made["plan"]["audit"]["limit"]["share"] = 0.5
     text = Page(html.render(rederive(made), tmp_path, "hide")).text["defences"]
-    assert re.search(r"none analytic realistic \d\d\.\d dB leaks", text)
-    assert "prune share = 0.99 analytic realistic 12.3 dB below the limit" in text
+    assert re.search(r"no defence analytic realistic \d\d\.\d dB pictures: leaks", text)
+    assert "defence prune share = 0.99, analytic realistic 12.3 dB pictures: below" in text
     assert "what it costs in accuracy was not measured" in text
 
 
@@ -221,7 +239,7 @@ def test_nothing_measured_is_said(tmp_path):
     made = sample(tmp_path, attacks=("analytic",), defences=("none",), seeds=1, records=1)
     made |= {"trials": [], "explanation": None, "sensitivity": None, "control": []}
     page = Page(html.render(schema.check(rederive(made)), tmp_path, "show"))
-    assert "No trial of this audit was run" in page.text["findings"]
+    assert "No trial of this audit was run to its end" in page.text["findings"]
     assert "no trial finished" in page.text["reconstructions"]
     assert "was not run" in page.text["why"]
 
@@ -256,15 +274,15 @@ def test_the_worst_leak_comes_first(page):
 
 
 def test_each_card_has_its_place_in_every_order(page, result):
-    cards = page.all("figure")
-    alts = [str(a["alt"]) for a in page.all("img")][::2]
+    figures = page.all("figure")
+    alts = [str(a["alt"]) for a in cards(page)][::2]
     ids = [(alt.split(", ")[1], int(re.search(r"record (\d+)", alt)[1])) for alt in alts]
     for order, key in (("data-id", lambda i: ids[i]), ("data-worst", lambda i: i)):
-        places = [int(str(card[order])) for card in cards]
-        ranked = sorted(range(len(cards)), key=lambda i: places[i])
-        assert ranked == sorted(range(len(cards)), key=key)
+        places = [int(str(card[order])) for card in figures]
+        ranked = sorted(range(len(figures)), key=lambda i: places[i])
+        assert ranked == sorted(range(len(figures)), key=key)
     attack = {trial["id"]: trial["attack"] for trial in result["trials"]}
-    by_attack = sorted(range(len(cards)), key=lambda i: int(str(cards[i]["data-attack"])))
+    by_attack = sorted(range(len(figures)), key=lambda i: int(str(figures[i]["data-attack"])))
     named = [attack[ids[i][0]] for i in by_attack]
     assert named == sorted(named)
 
@@ -324,7 +342,8 @@ def test_missing_damaged_and_foreign_pictures_are_named(tmp_path):
     truths[2].symlink_to(secret)
     page = Page(html.render(made, tmp_path / "audit", "show"))
     assert page.text["reconstructions"].count("picture missing") == 3
-    assert len(page.all("img")) == 3
+    assert page.text["verdict"].count("picture missing") == 1
+    assert len(page.all("img")) == 3 + 1
 
 
 def test_only_png_is_opened(tmp_path):
@@ -378,7 +397,7 @@ def hostile(tmp_path_factory):
 def test_no_text_becomes_a_tag(hostile):
     page, _ = hostile
     assert len(page.all("script")) == 1
-    assert len(page.all("img")) == 2 * 24
+    assert len(cards(page)) == 2 * 24
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
         assert "style" not in attributes  # the policy would block it
@@ -456,11 +475,11 @@ def test_two_thousand_trials_take_seconds_and_stay_small(tmp_path):
     assert time.process_time() - began < 5
     assert len(text.encode()) < 10_000_000
     page = Page(text)
-    cards = [str(attributes["alt"]) for attributes in page.all("img")]
+    alts = [str(attributes["alt"]) for attributes in page.all("img")]
     assert 60 < len(page.all("figure")) <= 120
     for defence in ("none", "prune", "clip", "clip-and-noise", "other"):
         for attack in ("analytic", "inverting-gradients", "dlg", "idlg"):
-            assert any(f".{defence}.{attack}." in alt for alt in cards)
+            assert any(f".{defence}.{attack}." in alt for alt in alts)
     left = 16_000 - len(page.all("figure"))
     assert f"{left} are not shown" in page.text["reconstructions"]
     assert "40 more are in the table of findings" in page.text["distributions"]
@@ -470,7 +489,7 @@ def test_pictures_keep_within_their_budget(tmp_path, monkeypatch):
     made = sample(tmp_path, seeds=1)
     monkeypatch.setattr(html.pictures, "MOST_BYTES", 12_000)
     page = Page(html.render(made, tmp_path, "show"))
-    size = sum(len(str(attributes["src"])) for attributes in page.all("img"))
+    size = sum(len(str(attributes["src"])) for attributes in cards(page))
     assert 6_000 < size < 13_000
     assert f"{24 - len(page.all('figure'))} are not shown" in page.text["reconstructions"]
 

@@ -60,7 +60,7 @@ def test_it_is_a_pdf_with_the_verdict_and_the_tables(result, folder, shown, word
     assert content.startswith(b"%PDF-1.")
     assert content.rstrip().endswith(b"%%EOF")
     text = "\n".join(words).replace("\xa0", " ")
-    assert "Leaks · risk very high" in text
+    assert "Risk: very high" in text
     assert result["verdict"]["headline"] in text
     for row in result["summary"]:
         assert f"{row['scores']['psnr']['median']:.1f} dB" in text
