@@ -64,7 +64,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
             f"threat.client is {threat.client}, but {len(round_.updates)} clients took part"
         )
     before = {n: p.detach() for n, p in round_.model.named_parameters() if p.requires_grad}
-    seen = _seen(round_, threat)
+    seen = victims(round_, threat)
     if threat.actor == "client":
         check_like(round_.after, before.items(), "the global model after the round")
         update = subtract(before, round_.after)
@@ -96,7 +96,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
 def _training(round_: Round, threat: ThreatModel) -> LocalTraining:
     """The training behind the observed update. An aggregate looks like that of one *super-client*
     whose batches hold a batch of every client (exact for one step, an approximation beyond)."""
-    batch_size = round_.training.batch_size * len(_seen(round_, threat))
+    batch_size = round_.training.batch_size * len(victims(round_, threat))
     return replace(round_.training, batch_size=batch_size)
 
 
@@ -109,14 +109,14 @@ def _statistics(round_: Round, threat: ThreatModel) -> Statistics:
 
 def covered(round_: Round, threat: ThreatModel) -> Batch:
     """The records behind the observed update: what a reconstruction is judged against."""
-    truths = [round_.truths[k] for k in _seen(round_, threat)]
+    truths = [round_.truths[k] for k in victims(round_, threat)]
     return Batch(
         torch.cat([truth.inputs for truth in truths]), torch.cat([truth.labels for truth in truths])
     )
 
 
-def _seen(round_: Round, threat: ThreatModel) -> list[int]:
-    """The clients whose records are in the observed update."""
+def victims(round_: Round, threat: ThreatModel) -> list[int]:
+    """The clients whose records are behind the observed update."""
     return [threat.client] if threat.actor == "server" else list(range(len(round_.updates)))
 
 

@@ -556,7 +556,7 @@ def trial(seed: int, psnr: list[float], **more: Any) -> dict[str, Any]:
         "status": "done",
         "error": None,
         "records": len(psnr),
-        "scores": {"psnr": psnr},
+        "scores": {"psnr": psnr, "identified": [1.0, *[0.0] * (len(psnr) - 1)]},
         "baselines": {"mean image": base, "random image": base, "identified": 0.1},
         "labels": None,
         "caveats": [],
@@ -573,7 +573,8 @@ def test_a_summary_pools_all_images_of_all_seeds():
         trial(4, [99.0], attack="b"),
         trial(5, [99.0], round=7),
     ]
-    rows = summarise(trials, 15.0)
+    limit = {"psnr": 15.0, "share": 0.1, "found": 0.2, "labels": 0.5}
+    rows = summarise(trials, limit)
     assert [(r["round"], r["attack"]) for r in rows] == [(0, "a"), (0, "b"), (7, "a")]
     row, pooled = rows[0], [10.0, 30.0, 11.0, 19.0, 20.0, 12.0]
     spread_ = row["scores"]["psnr"]
@@ -583,13 +584,18 @@ def test_a_summary_pools_all_images_of_all_seeds():
     assert (spread_["least"], spread_["most"], spread_["count"]) == (10, 30, 6)
     assert spread_["interval"][0] < 15.5 < spread_["interval"][1]
     assert row["baselines"]["mean image"]["psnr"] == 10.5
-    assert row["baselines"]["identified"] == 0.1
+    assert row["baselines"]["identified"] == pytest.approx(0.1)
     assert (row["trials"], row["failed"], row["reason"]) == (4, 1, "boom")
     assert row["records"] == 6
     assert row["success_rate"] == 2 / 6  # 20 dB counts
-    assert row["leaking"] == 3 / 6  # 15 dB or more, and well above the mean image
+    leaks = row["leaks"]
+    assert leaks["pictures"]["share"] == 3 / 6  # 15 dB or more, and well above the mean image
+    assert leaks["found"]["share"] == 3 / 6
+    assert leaks["found"]["beyond"] == pytest.approx(0.4 / 0.9)  # chance is a tenth
+    assert leaks["labels"]["records"] == 4  # one trial named none
+    assert [leak["limit"] for leak in leaks.values()] == [0.1, 0.2, 0.5]
     assert row["risk"] == {"median": "high", "worst": "very high"}
-    assert row["labels"] == pytest.approx({"accuracy": 0.75, "random": 0.1, "class prior": 0.2})
+    assert row["labels"] == pytest.approx({"accuracy": 0.625, "random": 0.1, "class prior": 0.2})
 
 
 def test_one_score_is_its_own_spread():

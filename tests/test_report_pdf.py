@@ -10,7 +10,7 @@ from sample_result import HOSTILE, failed, rederive, sample
 from test_schema import schema_1
 
 from leakgauge.audit import schema
-from leakgauge.errors import InputError
+from leakgauge.errors import InputError, MissingExtra
 from leakgauge.report import annex, pdf, write
 
 fpdf = pytest.importorskip("fpdf", reason="fpdf2 (the extra [pdf]) is not installed")
@@ -110,9 +110,10 @@ def test_long_tables_are_cut_and_say_so(tmp_path, words):
     assert "20 more rows are in result.json." in words
 
 
-def test_without_fpdf2_the_remedy_is_said(result, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fpdf", None)
-    with pytest.raises(InputError, match=r"pip install 'leakgauge\[pdf\]'"):
+@pytest.mark.parametrize("package", ["fpdf", "matplotlib"])
+def test_without_a_package_of_the_extra_the_remedy_is_said(result, folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=r"pip install 'leakgauge\[pdf\]'"):
         pdf.render(result, folder)
 
 

@@ -372,12 +372,16 @@ def test_a_kind_that_the_control_did_not_show_is_not_called_below(kind: str) -> 
     ]
 
 
-@pytest.mark.parametrize(("limit", "outcome"), [({}, "leaks"), ({"found": 1.0}, "below the limit")])
-def test_each_kind_has_its_own_limit(limit: dict[str, float], outcome: str) -> None:
-    control = trial(30.0, 1.0, 1.0, kind="control", id="twin")
-    states = audited(trial(found=0.75), control=control, **limit)["verdict"]["kinds"]
-    assert states["found"]["state"] == ("leaks" if outcome == "leaks" else "no control")
-    assert said(trial(labels=0.9), control=control, labels=0.95)[0] != "leaks"
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [("share", {"psnr": 30.0}), ("found", {"found": 0.75}), ("labels", {"labels": 0.9})],
+)
+def test_each_kind_has_its_own_limit_and_a_limit_of_one_allows_all(
+    key: str, more: dict[str, float]
+) -> None:
+    assert said(trial(**more)) == ("leaks", 1)
+    assert said(trial(**more), **{key: 1.0}) == ("below the limit", 0)
+    assert said(trial(**more), control=UNBROKEN, **{key: 1.0}) == ("inconclusive", 4)
 
 
 def test_controls_are_not_pooled_into_the_summary() -> None:

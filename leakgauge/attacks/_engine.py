@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakgauge.attacks._gate import Gate
 from leakgauge.attacks._objectives import Distance, dot
-from leakgauge.errors import InputError
+from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import State, advance, logits, loss, minibatches, ready, start
 from leakgauge.types import LocalTraining, Observation
 
@@ -125,6 +125,22 @@ class Engine:
         self.notes: list[str] = []
         self._calls = 0
         self._finer: Engine | None = None  # takes over where float32 is too coarse
+        if dtype == torch.float64:
+            self._try_double(seen)
+
+    def _try_double(self, seen: Observation) -> None:
+        """Refuse a model that cannot be run in float64."""
+        values = dict(zip(self._names, self._weights, strict=True)) | self._buffers
+        blank = torch.zeros(len(self._steps[0]), *seen.shape, dtype=self.dtype, device=self.device)
+        try:
+            with torch.no_grad():
+                logits(self._model, values, blank, self.training)
+        except RuntimeError as error:
+            raise NotApplicable(
+                "gradients are matched or checked in float64, in which this model's forward fails "
+                f"({error}): let it take its precision from its input, as in .to(x.dtype) instead "
+                "of .float()"
+            ) from error
 
     @property
     def mode(self) -> str:
@@ -247,8 +263,8 @@ class Engine:
             guess = self._decayed([g.detach().clone() for g in gradient])
             value, v = distance(guess, self.target)
             moving = [(g, d) for g, d in zip(gradient, v, strict=True) if g.requires_grad]
-            outputs, seeds = zip(*moving, strict=True)
-            return _slope(value, torch.autograd.grad(outputs, free, seeds))
+            outputs, seeds = zip(*moving, strict=True) if moving else ((), ())
+            return _slope(value, _pulled(outputs, free, seeds))
 
     def _difference(
         self,
@@ -287,7 +303,7 @@ class Engine:
         """∇ of the loss by the free tensors at other weights, with the gates as recorded."""
         with self._gate.replay():
             objective = self._loss(weights, *_filled(free, labels))
-        return list(torch.autograd.grad(objective, free))
+        return _pulled((objective,), free)
 
     def _unroll(self, inputs: Tensor, labels: Tensor) -> list[State]:
         """The states before each local step and after the last."""
@@ -321,11 +337,9 @@ class Engine:
             leaves = [s.detach().requires_grad_() for s in state.tensors()]
             with sdpa_kernel(SDPBackend.MATH):
                 after = self._step(state.with_tensors(leaves), t, *_filled(free, labels))
-                pulled = torch.autograd.grad(
-                    after.tensors(), [*leaves, *free], adjoint, materialize_grads=True
-                )
-            adjoint = list(pulled[: len(leaves)])
-            total = [a + b for a, b in zip(total, pulled[len(leaves) :], strict=True)]
+                pulled = _pulled(after.tensors(), [*free, *leaves], adjoint)
+            adjoint = pulled[len(free) :]
+            total = [a + b for a, b in zip(total, pulled[: len(free)], strict=True)]
         return _slope(value, total)
 
 
@@ -351,6 +365,20 @@ def _grad(
 ) -> tuple[Tensor, ...]:
     """The gradient, zero where the loss does not use a parameter (as in `fl.local.train`)."""
     return torch.autograd.grad(objective, wanted, create_graph=create_graph, materialize_grads=True)
+
+
+def _pulled(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The derivative by all that is wanted, the candidates first; zero by what plays no part."""
+    found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True) if outputs else (None,)
+    if found[0] is None:
+        raise NotApplicable(
+            "gradients are matched by their derivative by the image, and here they have none: the "
+            "model's forward cuts it off (detach() or no_grad()). An attacker would leave that "
+            "out: to audit the model, freeze layers by requires_grad_(False) instead"
+        )
+    return [torch.zeros_like(w) if f is None else f for f, w in zip(found, wanted, strict=True)]
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:

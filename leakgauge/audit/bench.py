@@ -122,14 +122,15 @@ class Bench:
         on what it sent."""
         if not isinstance(attack, ActiveAttack):
             return round_
-        sent = attack.tamper(target(round_, self.plan.public), rng, resources)
-        client = rng_of(case.seed, "tampered")
-        return tampered(round_, sent, client, case.scenario(self.plan).defence)
+        victims = threat.victims(round_, case.threat(self.plan))
+        sent = attack.tamper(target(round_, self.plan.public, victims), rng, resources)
+        return tampered(round_, sent, rng_of(case.seed, "tampered"), victims[0])
 
     def _guarded(self, case: Case, round_: Round, scored: dict[str, Any]) -> dict[str, Any]:
-        """What the guard of the attacked client, without a memory, says of the model sent to it."""
+        """What the guard of the attacked client, without a memory, says of the model sent to it
+        (of the first client behind an aggregate)."""
         guard = Guard(case.scenario(self.plan).make_model, round_.training)
-        truth = round_.truths[case.threat(self.plan).client]
+        truth = round_.truths[threat.victims(round_, case.threat(self.plan))[0]]
         verdict = guard.check(dict(round_.model.state_dict()), truth)
         fired = ", ".join(one.test for one in verdict.fired)
         words = f"a client's guard, without a memory, says {verdict.decision}"

@@ -25,9 +25,11 @@ from torch import nn
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
+from leakgauge.audit.ranges import check_numbers
 from leakgauge.config import build, choose, did_you_mean
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
+from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.aggregate import Weighting
 from leakgauge.fl.partition import Partition
@@ -36,6 +38,7 @@ from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
 
 Table = dict[str, Any]
 NO_DEFENCE = "none"
+MOST_STEPS = 1_000_000  # of local training, in one round
 
 
 @dataclass(frozen=True)
@@ -201,14 +204,23 @@ class Plan:
         name, options = _name(federation.model, "federation.model")
         _import_from(self.folder, name)
         _, channels, height, width = self.data.inputs.shape
-        model = models.make(
-            name,
-            shape=(channels, height, width),
-            classes=len(self.data.classes),
-            init=federation.init,
-            rng=torch.default_generator,  # seeded by `simulate`
-            **options,
-        )
+        try:
+            model = models.make(
+                name,
+                shape=(channels, height, width),
+                classes=len(self.data.classes),
+                init=federation.init,
+                rng=torch.default_generator,  # seeded by `simulate`
+                **options,
+            )
+        except LeakGaugeError:
+            raise
+        except Exception as error:  # torch says what sizes it cannot build, in its own words
+            raise PlanError(
+                f"federation.model: {name!r} cannot be built with {options} for images "
+                f"{channels} × {height} × {width} and {len(self.data.classes)} classes "
+                f"({type(error).__name__}: {error})"
+            ) from error
         if federation.checkpoint:
             models.load(model, _path(self.folder, federation.checkpoint))
         return model
@@ -229,16 +241,19 @@ def duration(text: str, where: str) -> float:
 def read(path: Path) -> Plan:
     """The plan in a TOML file, fully checked."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_plain(path).decode())
     except FileNotFoundError:
         raise PlanError(f"no plan at {path}: give the path of a TOML file") from None
     except IsADirectoryError:
         raise PlanError(f"{path} is a folder: give the path of a TOML file in it") from None
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise PlanError(f"{path} is not a plan: its lists are nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise PlanError(f"{path} is not valid TOML: {error}") from error
-    return parse(table, path.stem, path.resolve().parent)
+    name = path.stem.encode(errors="replace").decode()  # a file's name may be no text
+    return parse(table, name, path.resolve().parent)
 
 
 def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
@@ -247,7 +262,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
     document = build(Document, table, name)
+    check_numbers(document, name)
     federation = document.federation
+    _check_actor(document.threat, federation)
     attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
@@ -262,6 +279,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     defences = _each(DEFENCES, document.defence, "defence")
     records = _load(federation.data, folder)
     _check_normalisation(federation.training, records)
+    taken = federation.records if isinstance(federation.records, int) else len(records)
+    _check_length(federation.training, taken)
     public, private = _set_aside(records, federation.public, document.threat.malicious)
     return Plan(
         name=name,
@@ -325,7 +344,10 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
 def _named(known: Mapping[str, type[Any]], value: str | Table, what: str) -> Any:
     """An instance of the class that a table's `name` chooses, built from its other keys."""
     name, options = _name(value, what)
-    return build(choose(known, name, what), options, f"{what} {name!r}")
+    where = f"{what} {name!r}"
+    made = build(choose(known, name, what), options, where)
+    check_numbers(made, where)
+    return made
 
 
 def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) -> dict[str, Any]:
@@ -358,7 +380,7 @@ def _load(value: str | Table, folder: Path) -> Dataset:
     _import_from(folder, name)
     try:
         return data.load(name, **options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, LeakGaugeError) or ":" not in name:
             raise
         raise PlanError(  # whatever the user's own code raised
@@ -400,6 +422,32 @@ def _import_from(folder: Path, name: str) -> None:
         for other in [key for key in sys.modules if key.partition(".")[0] == top]:
             del sys.modules[other]
     importlib.invalidate_caches()
+
+
+def _check_actor(who: ThreatModel, federation: Federation) -> None:
+    if who.malicious and who.actor == "client":
+        raise PlanError(
+            'threat.malicious = true with threat.actor = "client": a client sends no model to '
+            'others and so cannot change it; use actor "server" or "aggregate", or leave '
+            "malicious out"
+        )
+    present = federation.participants or federation.clients
+    if who.client >= present:
+        raise PlanError(
+            f"threat.client is {who.client}, but {present} clients take part in a round and are "
+            f"counted from 0: give 0 to {present - 1}"
+        )
+
+
+def _check_length(training: LocalTraining, records: int) -> None:
+    """Refuse local training that would never end."""
+    steps = training.epochs and training.epochs * -(-records // training.batch_size)
+    if steps and steps > MOST_STEPS:
+        raise PlanError(
+            f"federation.training.epochs = {training.epochs} is up to {steps:,} steps of batch "
+            f"size {training.batch_size} on {records:,} records; at most {MOST_STEPS:,} are "
+            "allowed: lower epochs, or raise batch_size"
+        )
 
 
 def _check_normalisation(training: LocalTraining, records: Dataset) -> None:

@@ -23,6 +23,7 @@ import torch
 from leakgauge._version import __version__
 from leakgauge.audit.summary import derived
 from leakgauge.errors import InputError
+from leakgauge.files import read_plain
 
 SCHEMA = 3
 
@@ -40,49 +41,6 @@ class Each:
 
 
 REALISM = {"realistic", "active", "informed", "oracle"}
-RISK = {"very high", "high", "medium", "low"}
-SPAN = (float, float)
-
-SPREAD = {
-    "mean": float,
-    "median": float,
-    "quartiles": SPAN,
-    "interval": SPAN,
-    "least": float,
-    "most": float,
-    "count": int,
-}
-LEAK = {
-    "share": float,
-    "chance": float,
-    "records": int,
-    "beyond": float,
-    "interval": SPAN,
-    "limit": float,
-    "state": {"leaks", "below", "undecided", "no control"},
-    "more": Maybe(int),
-}
-ROW = {
-    "round": int,
-    "defence": str,
-    "attack": str,
-    "trials": int,
-    "failed": int,
-    "not_applicable": int,
-    "reason": Maybe(str),
-}
-MEASURED_ROW = ROW | {
-    "realism": REALISM,
-    "records": int,
-    "scores": Each(SPREAD),
-    "baselines": {"mean image": Each(float), "random image": Each(float), "identified": float},
-    "labels": Maybe({"accuracy": float, "random": float, "class prior": float}),
-    "leaks?": Each(LEAK),
-    "success_rate?": float,
-    "risk?": {"median": RISK, "worst": RISK},
-    "utility?": Maybe({"accuracy": float, "change": Maybe(float)}),
-    "caveats": [str],
-}
 TRIAL = {
     "id": str,
     "kind": {"trial", "control", "ladder"},
@@ -112,19 +70,8 @@ FINISHED_TRIAL = TRIAL | {
     "caveats": [str],
     "images": {"sheet": str, "truths": [str], "guesses": [str]},
 }
-WORST = {
-    "round": int,
-    "defence": str,
-    "attack": str,
-    "median": float,
-    "interval": SPAN,
-    "most": float,
-    "share": float,
-    "records": int,
-}
 OUTCOME = {"leaks", "below the limit", "inconclusive", "failed"}
 LIMIT = {"psnr": float, "share": float, "found": float, "labels": float}
-KIND = LEAK | {"round": int, "defence": str, "attack": str, "gallery?": int}
 GIVEN = {
     "schema": int,
     "leakgauge": str,
@@ -164,62 +111,28 @@ GIVEN = {
 }
 """What an audit measured and was told."""
 
-JUDGED_PLAN = {"plan": {"audit": {"limit": LIMIT}, "threat": {"actor": str, "malicious?": bool}}}
-"""What the verdict takes from the plan."""
-
-DERIVED = {
-    "verdict": {
-        "outcome": OUTCOME,
-        "exit_code": int,
-        "headline": str,
-        "next": [str],
-        "sentences": [str],
-        "risk": Maybe(RISK),
-        "limit": LIMIT,
-        "records": int,
-        "kinds": Each(KIND),
-        "defences": [{"defence": str, "outcome": OUTCOME, "kinds": Each(KIND)}],
-        "worst": Maybe(WORST),
-    },
-    "control": [
-        {
-            "attack": str,
-            "psnr": Maybe(float),
-            "baseline": Maybe(float),
-            "breaks": [str],
-            "passed": bool,
-            "reason": Maybe(str),
-            "trials": [str],
-        }
-    ],
-    "summary": [ROW],
+TOLD = {
+    "plan": {"audit": {"limit": LIMIT}, "threat": {"actor": str, "malicious?": bool}},
+    "verdict": {"outcome": OUTCOME, "exit_code": int},
+    "control": [{"trials": [str]}],
     "explanation": Maybe(
-        {
-            "attack": str,
-            "rungs": [
-                {
-                    "factor": str,
-                    "label": str,
-                    "median": Maybe(float),
-                    "change": Maybe(float),
-                    "trials": [str],
-                }
-            ],
-            "sentence": str,
-        }
+        {"attack": str, "rungs": [{"factor": str, "label": str, "trials": [str]}]}
     ),
+    "summary": [dict],
 }
-"""What follows from the trials."""
+"""What is needed to derive the rest from the trials, and to see whether it agrees."""
 
 
 def load(path: Path) -> Result:
     """The result in a file, at the current version; refused in words if it is not one."""
     try:
-        return check(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+        return check(json.loads(read_plain(path).decode(), parse_constant=_no_constant))
     except FileNotFoundError:
         raise InputError(f"no result at {path}: give the path of a result.json") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the path of the result.json in it") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
@@ -243,28 +156,18 @@ def check(value: Any) -> Result:
         )
     if version < 1:
         raise InputError(f"schema: expected 1 to {SCHEMA}, got {version}")
-    if version == 1:
-        return _from_1(value)
-    _check_given(value)
-    if version == 2:
-        value = _from_2(value)
-    _expect(value, JUDGED_PLAN, "")
-    _expect(value, DERIVED, "")
-    return _verified(value)
-
-
-def _check_given(value: Any) -> None:
-    _expect(value, GIVEN, "")
-    for i, trial in enumerate(value["trials"]):
+    result: Result = {1: _from_1, 2: _from_2}.get(version, dict)(value)
+    _expect(result, GIVEN, "")
+    for i, trial in enumerate(result["trials"]):
         if trial["status"] == "done":
             _expect(trial, FINISHED_TRIAL, f"trials[{i}]")
             _agree(trial, f"trials[{i}]")
-
-
-def _check_rows(summary: list[dict[str, Any]]) -> None:
-    for i, row in enumerate(summary):
-        if "scores" in row or row["trials"] > row["failed"] + row["not_applicable"]:
-            _expect(row, MEASURED_ROW, f"summary[{i}]")
+    if version == 1:
+        return result | {"summary": _derived(result)["summary"]}
+    if version == 2:
+        return result | _derived(result)
+    _expect(result, TOLD, "")
+    return _verified(result)
 
 
 def _verified(result: Result) -> Result:
@@ -273,18 +176,21 @@ def _verified(result: Result) -> Result:
     but not come to another outcome."""
     found = _derived(result)
     same = result["leakgauge"] == __version__ and result["versions"].get("torch") == _torch()
-    for key in ("verdict", "summary", "control", "explanation"):
-        told, true = result[key], found[key]
-        if key == "verdict" and not same:
-            told, true = ({k: v[k] for k in ("outcome", "exit_code")} for v in (told, true))
-        if told != true and (same or key == "verdict"):
-            raise InputError(
-                f"{key}: it does not follow from the trials in this file"
-                + (f" (it says {told['outcome']!r}, they say {true['outcome']!r})"
-                   if key == "verdict" else "")
-                + ": the file was edited; run the audit again with --resume to write it anew"
-            )  # fmt: skip
+    told, true = result["verdict"], found["verdict"]
+    for key in ("outcome", "exit_code"):
+        if told[key] != true[key]:
+            _edited(f"verdict.{key}", f"it says {told[key]!r}, they say {true[key]!r}")
+    for key in found if same else ():
+        if result[key] != found[key]:
+            _edited(key, "its numbers or words differ")
     return result | found
+
+
+def _edited(key: str, how: str) -> None:
+    raise InputError(
+        f"{key} does not follow from the trials in this file ({how}): it was edited; run the audit "
+        "again with --resume to write it anew"
+    )
 
 
 def _derived(result: Result) -> Result:
@@ -304,18 +210,16 @@ def _from_1(old: Result) -> Result:
     """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats. It keeps
     none: what it measured was judged by nobody."""
     _expect(old, {"plan": {"federation": dict}, "federation": dict, "times": dict}, "")
-    _expect(old, {"summary": [dict], "trials": [dict]}, "")
+    _expect(old, {"trials": [dict]}, "")
     model = old["plan"]["federation"].get("model")
     name = model.get("name") if isinstance(model, dict) else model
-    new = old | {
+    return old | {
         "schema": SCHEMA,
+        "plan": _limited(old["plan"]),
         "federation": {"model": name} | old["federation"],
         "threat": None,
         "verdict": None,
         "control": [],
-        "summary": [
-            row | {"caveats": []} if "scores" in row else row for row in old["summary"]
-        ],
         "explanation": None,
         "sensitivity": None,
         "trials": [{"kind": "trial", "caveats": []} | trial for trial in old["trials"]],
@@ -323,31 +227,35 @@ def _from_1(old: Result) -> Result:
         "references": [],
         "times": {"wall_seconds": None, "forecast": None, "finished": None} | old["times"],
     }  # fmt: skip
-    _check_given(new)
-    _expect(new, {"summary": [ROW]}, "")
-    _check_rows(new["summary"])
-    return new
 
 
 def _from_2(old: Result) -> Result:
     """Schema 2 judged pictures alone: its trials are judged anew, by the limits of today where its
     plan names none. Its ladder did not say which trials it used, and is left out."""
-    _expect(old, {"control": [{"trial": str}], "plan": {"audit": {"limit?": dict}}}, "")
-    audit = old["plan"]["audit"]
-    limits = {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5} | audit.get("limit", {})
-    plan = {"threat": {"actor": "server"}} | old["plan"] | {"audit": audit | {"limit": limits}}
-    _expect({"plan": plan}, JUDGED_PLAN, "")
-    new = old | {
+    _expect(old, {"plan": dict, "control": [{"trial": str}]}, "")
+    return old | {
         "schema": SCHEMA,
-        "plan": plan,
+        "plan": _limited(old["plan"]),
         "control": [{"trials": [entry["trial"]]} for entry in old["control"]],
         "explanation": None,
     }
-    return new | _derived(new)
+
+
+def _limited(plan: Result) -> Result:
+    """An older plan with the limits and the threat that it left to the defaults."""
+    _expect(plan, {"audit?": {"limit?": dict}}, "plan")
+    audit = plan.get("audit", {})
+    limits = {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5} | audit.get("limit", {})
+    whole = {"threat": {"actor": "server"}} | plan | {"audit": audit | {"limit": limits}}
+    _expect({"plan": whole}, {"plan": TOLD["plan"]}, "")
+    return whole
 
 
 def _agree(trial: dict[str, Any], path: str) -> None:
-    """What a shape cannot say: one score a record, a guess beside each truth, no way out of OUT."""
+    """What a shape cannot say: what the verdict reads is there, with one score per record; a guess
+    stands beside each truth; no way leads out of OUT."""
+    _expect(trial["scores"], {"psnr": list, "identified": list}, f"{path}.scores")
+    _expect(trial["baselines"]["mean image"], {"psnr": list}, f"{path}.baselines.mean image")
     tables = {"scores": trial["scores"]} | {
         f"baselines.{kind}": trial["baselines"][kind] for kind in ("mean image", "random image")
     }
@@ -355,8 +263,8 @@ def _agree(trial: dict[str, Any], path: str) -> None:
         for metric, values in table.items():
             if len(values) != trial["records"]:
                 raise InputError(
-                    f"{path}.{where}.{metric}: expected {trial['records']} numbers, one a record, "
-                    f"got {len(values)}"
+                    f"{path}.{where}.{metric}: expected {trial['records']} numbers, one per "
+                    f"record, got {len(values)}"
                 )
     pictures = trial["images"]
     truths, guesses = len(pictures["truths"]), len(pictures["guesses"])
@@ -449,7 +357,13 @@ def _text(value: str, path: str) -> None:
         _refuse(value, "text", path)
 
 
-_KINDS = {bool: "true or false", dict: "a table", int: "a whole number", str: "text"}
+_KINDS = {
+    bool: "true or false",
+    dict: "a table",
+    list: "a list",
+    int: "a whole number",
+    str: "text",
+}
 
 
 def _refuse(value: Any, expected: str, path: str) -> None:

@@ -15,6 +15,8 @@ Shares are taken beyond guessing, (share − chance) / (1 − chance), with a 95
 - is *below* when the upper end of the interval is not above the limit;
 - is *undecided* otherwise: it rests on too few records.
 
+A limit of 1 allows everything: that kind is below it, whatever happens.
+
 | outcome         | when, first that applies                                          | exit code |
 |-----------------|-------------------------------------------------------------------|-----------|
 | leaks           | some row leaks, judged on attackers that are not told truths      | 1         |
@@ -173,7 +175,8 @@ def _kinds(rows: list[Row], shown: Iterable[str]) -> dict[str, Any]:
             having, key=lambda r: (order[r["leaks"][kind]["state"]], r["leaks"][kind]["beyond"])
         )
         leak = dict(row["leaks"][kind])
-        if leak["state"] != "leaks" and kind not in shown:
+        unlimited = leak["limit"] >= 1
+        if leak["state"] != "leaks" and kind not in shown and not unlimited:
             leak |= {"state": "no control", "more": None}
         places = {key: row[key] for key in ("round", "defence", "attack")}
         found[kind] = places | leak

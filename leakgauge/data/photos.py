@@ -1,4 +1,4 @@
-"""Real photographs that need no download: the files inside the installed scikit-image.
+"""Real photographs that need no download: the files inside scikit-image (the extra `demo`).
 
 Ten photographs, one class each: everyday objects, an animal, people, a printed page, and two
 medical ones, a stained tissue section (`ihc`, immunohistochemistry) and the back of an eye
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from leakgauge.config import choose
+from leakgauge.config import choose, optional
 from leakgauge.data._dataset import make_dataset
 from leakgauge.data._options import check_count
 from leakgauge.errors import DataError, PlanError
@@ -51,7 +51,9 @@ CONTRAST = 0.08  # least standard deviation of a crop's brightness; -20 log10(0.
 
 
 def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dataset:
-    """Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
+    """Crops of ten photographs that need no download.
+
+    Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
 
     Records alternate between the classes, so any first few show different photographs. No crop is
     enlarged: a large `size` leaves fewer, and above 191 pixels none of the smallest photograph.
@@ -59,6 +61,7 @@ def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dat
     """
     check_count("size", size)
     check_count("per_photo", per_photo)
+    optional("skimage", "demo", "the data set 'photos'")
     wanted = _wanted(only)
     columns = [
         list(islice(_crops(_open(file), size), per_photo)) if name in wanted else []
@@ -92,7 +95,7 @@ def _open(file: str) -> Image.Image:
     try:
         with (resources.files("skimage") / "data" / file).open("rb") as stream:
             return Image.open(stream, formats=("PNG", "JPEG")).convert("RGB")
-    except (OSError, ModuleNotFoundError) as error:
+    except OSError as error:
         raise DataError(
             f"photos: expected {file} in the `data` folder of the installed scikit-image, got "
             f"{error}; reinstall it with `pip install --force-reinstall scikit-image`."

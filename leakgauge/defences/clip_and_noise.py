@@ -31,6 +31,8 @@ from leakgauge.types import Named
 
 @dataclass(frozen=True)
 class ClipAndNoise:
+    """Limits the update and adds noise for a chosen (ε, δ)."""
+
     epsilon: float = 100.0
     delta: float = 1e-5
     norm: float = 1.0

@@ -34,6 +34,8 @@ from leakgauge.types import Detection, History, Received
 
 @dataclass(frozen=True)
 class Continuity:
+    """Is the model a small step away from the last one?"""
+
     threshold: float = 5.0
     stored: int = 3  # accepted steps from which the median is used
     window: int = 5  # of the median, in accepted steps

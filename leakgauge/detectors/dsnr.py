@@ -29,6 +29,8 @@ from leakgauge.types import Batch, Detection, LocalTraining, Received
 
 @dataclass(frozen=True)
 class DSNR:
+    """Is one record's gradient larger than all others together?"""
+
     threshold: float = 1.0
     records: int = 64
     least: int = 16

@@ -48,6 +48,8 @@ ALONE = 0.99
 
 @dataclass(frozen=True)
 class Probe:
+    """Would one training step isolate single records?"""
+
     isolation: float = 0.2
     manipulated: float = 0.5  # isolation above it, in a model at chance, is no honest leak
     d_snr: float = 1.0

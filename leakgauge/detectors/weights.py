@@ -42,6 +42,8 @@ Test = Callable[[Tensor, Tensor | None], float | None]
 
 @dataclass(frozen=True)
 class Weights:
+    """Do the weights look written by hand?"""
+
     duplicate_rows: float = 0.5
     zero_rows: float = 0.5
     near_zero_entries: float = 0.5

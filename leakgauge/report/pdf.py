@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from leakgauge.errors import InputError
+from leakgauge.config import optional
 from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
 from leakgauge.report.charts import Chart
 from leakgauge.report.contents import Images, Result
@@ -98,12 +98,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
 
 def check() -> None:
     """Say at once if no PDF can be made, before an audit is run for it."""
-    try:
-        import fpdf  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "a PDF needs fpdf2, which is not installed: pip install 'leakgauge[pdf]'"
-        ) from None
+    for package in ("fpdf", "matplotlib"):  # of matplotlib, the fonts
+        optional(package, "pdf", "a PDF")
 
 
 def _document(result: Result) -> FPDF:
