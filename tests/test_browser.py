@@ -206,6 +206,42 @@ def test_a_request_would_be_seen(browser, tmp_path):
     assert complaints(browser) != []
 
 
+def opened(browser) -> list[str]:
+    return browser.execute_script(
+        "return [...document.querySelectorAll('section:has(details.fold[open])')].map(s => s.id)"
+    )
+
+
+def test_a_link_opens_the_section_it_leads_to(browser, report):
+    visit(browser, report)
+    first = ["findings", "reconstructions", "defences"]
+    assert opened(browser) == first
+    link = browser.find_element("css selector", "nav a[href='#why']")
+    assert not browser.find_element("css selector", "#why .plot").is_displayed()
+    link.click()
+    assert opened(browser) == [*first, "why"]
+    assert browser.find_element("css selector", "#why .plot").is_displayed()
+    browser.find_element("css selector", "#why summary").click()
+    assert opened(browser) == first
+    browser.execute_script("arguments[0].click()", link)  # the address stays the same
+    assert opened(browser) == [*first, "why"]
+    assert complaints(browser) == []
+
+
+def test_printing_opens_every_section_and_closes_it_again(browser, report):
+    visit(browser, report)
+    before = opened(browser)
+    browser.execute_script(
+        "window.seen = []; addEventListener('beforeprint', () => { window.seen = "
+        "[...document.querySelectorAll('details:not([open])')].map(d => d.className); "
+        "window.sections = document.querySelectorAll('details[open]').length; });"
+    )
+    browser.execute_cdp_cmd("Page.printToPDF", {})
+    assert browser.execute_script("return window.seen") == []
+    assert browser.execute_script("return window.sections") > 14
+    assert opened(browser) == before
+
+
 def test_it_prints_with_the_verdict_on_a_page_of_its_own(browser, report):
     visit(browser, report)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})

@@ -125,6 +125,13 @@ def test_diff_and_cite(call):
     assert got.code == 0
     assert "analytic" in got.out
     assert "inverting-gradients" in got.out
+    got = call("diff", "a", "a", "--gate")
+    assert got.code == 0
+    assert "Nothing got worse." in got.out
+    got = call("diff", "b", "a", "--gate")
+    assert got.code == 1
+    assert "worse: analytic, no defence, round 0: pictures recovered: leaks" in got.out
+    assert call("diff", "a", "nowhere", "--gate").code == 2
     got = call("cite", "b")
     assert got.code == 0
     assert got.out.count("@") >= 1

@@ -381,6 +381,36 @@ def test_an_unknown_way_to_show_images_is_refused(result, folder):
         html.render(result, folder, "all")
 
 
+def test_the_worst_picture_is_on_the_first_screen_as_it_may_be_shown(result, folder):
+    own = [trial for trial in result["trials"] if trial["kind"] == "trial"]
+    trial = max(own, key=lambda trial: max(trial["scores"]["psnr"]))
+    record = int(np.argmax(trial["scores"]["psnr"]))
+    shown = images(Page(html.render(result, folder, "show")), first=True)
+    files = [trial["images"][name][record] for name in ("truths", "guesses")]
+    for picture, name in zip(shown, files, strict=True):
+        assert np.array_equal(np.asarray(picture), np.asarray(Image.open(folder / name)))
+    blurred = Page(html.render(result, folder, "blur"))
+    assert [picture.size for picture in images(blurred, first=True)] == [(4, 4)] * 2
+    assert "Both are blurred in this report" in blurred.text["verdict"]
+    hidden = Page(html.render(result, folder, "hide"))
+    assert images(hidden, first=True) == []
+    assert "this report does not show it" in hidden.text["verdict"]
+
+
+def test_sections_fold_and_say_their_gist(page, result):
+    ids = [str(attributes["id"]) for attributes in page.all("section")]
+    folds = [fold for fold in page.all("details") if fold.get("class") == "fold"]
+    opened = [id_ for id_, fold in zip(ids[1:], folds, strict=True) if "open" in fold]
+    assert opened == ["findings", "reconstructions", "defences"]
+    links = [a["href"] for a in page.all("a") if str(a["href"]).startswith("#")]
+    assert links == [f"#{id_}" for id_ in ids[1:]]
+    assert page.text["findings"].startswith("Findings 6 rows, 4 of them above a limit")
+    assert page.text["control"].startswith("Positive control 1 of 1 attacks broke the twin")
+    assert page.text["reconstructions"].startswith("Reconstructions 72 pairs of pictures")
+    assert page.text["defences"].startswith("Defences 2 compared, 0 below the limit")
+    assert page.text["why"].startswith("Why 3 steps up from the known-weak twin")
+
+
 # Safety
 
 

@@ -61,7 +61,7 @@ def _control(result: Result) -> str:
     if not tried:
         return "none was run"
     broke = sum(line.passed for line in tried)
-    return f"{broke} of {count(len(tried), 'attack')} broke the twin"
+    return f"{broke} of {len(tried)} attacks broke the twin"
 
 
 def _coverage(result: Result) -> str:
