@@ -223,7 +223,7 @@ def defence_verdicts(result: Result) -> list[DefenceVerdict]:
     options, limit = settings(result, "defence"), result["verdict"]["limit"]
     return [
         DefenceVerdict(
-            _named(entry["defence"]),
+            named(entry["defence"]),
             options.get(entry["defence"], ""),
             OUTCOMES[entry["outcome"]],
             tuple(
@@ -235,7 +235,7 @@ def defence_verdicts(result: Result) -> list[DefenceVerdict]:
     ]
 
 
-def _named(defence: str) -> str:
+def named(defence: str) -> str:
     return "no defence" if defence == "none" else defence
 
 

@@ -139,7 +139,7 @@ def _first_page(pdf: FPDF, result: Result, folder: Path, images: Images) -> None
     _badge(pdf, word, 11)
     _text(pdf, f"   Risk: {level}" if level else "", size=10, colour=MUTED)
     pdf.ln(4)
-    _text(pdf, contents.headline(result), size=14, bold=True)
+    _text(pdf, contents.headline(result), size=15, bold=True)
     pdf.ln(1.5)
     if rests := contents.rests_on(result):
         _text(pdf, rests, colour=MUTED)
@@ -212,10 +212,10 @@ def _card(pdf: FPDF, figure: contents.Figure, top: float, width: float, dry: boo
     """One key figure; its height."""
     x, y = pdf.get_x(), top + 2.2
     for words, size, bold, colour in (
-        (figure.label, 7, True, MUTED),
-        (figure.value, 12, True, INK),
-        (figure.note, 6.5, False, INK),
-        (figure.against, 6, False, MUTED),
+        (figure.label, 7.5, True, MUTED),
+        (figure.value, 13, True, INK),
+        (figure.note, 7.5, False, INK),
+        (figure.against, 7, False, MUTED),
     ):
         pdf.set_xy(x + 2, y)
         y += _lines(pdf, words, width - 4, size, bold, colour, dry=dry) + 0.9
@@ -241,7 +241,7 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
     """The worst picture at the left, what to do next at the right."""
     pair, steps = pictures.worst(result), contents.next_steps(result)
     top = pdf.get_y() + 5
-    left = 62.0 if pair else 0.0
+    left = 76.0 if pair else 0.0
     lowest = top
     if pair:
         pdf.set_xy(pdf.l_margin, top)
@@ -255,7 +255,7 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
                 shown += 1
         pdf.set_xy(pdf.l_margin, y + (side + 1.5 if shown else 0))
         caption = contents.worst_caption(pair.trial, pair.record, images)
-        _text(pdf, caption, size=7, colour=MUTED, width=left - 4)
+        _text(pdf, caption, size=7.5, colour=MUTED, width=left - 4)
         lowest = pdf.get_y()
     if steps:
         old, x = pdf.l_margin, pdf.l_margin + left
@@ -264,7 +264,7 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
         _text(pdf, "What to do next", size=10.5, bold=True, colour=ACCENT)
         pdf.ln(1.5)
         for i, step in enumerate(steps, 1):
-            _text(pdf, f"{i}.  {step.replace('`', '')}", size=9)
+            _text(pdf, f"{i}.  {step.replace('`', '')}", size=9.5)
             pdf.ln(1.2)
         pdf.set_left_margin(old)
         lowest = max(lowest, pdf.get_y()) if pdf.page == 1 else pdf.get_y()
@@ -308,8 +308,11 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     found = pictures.pairs(result)
     if images == "hide" or not found:
         return
-    pdf.add_page()
-    _heading(pdf, "Reconstructions")
+    columns, gap = 4, 4.0
+    width = (pdf.epw - (columns - 1) * gap) / columns
+    side = (width - 1) / 2
+    height = side + 9
+    _heading(pdf, "Reconstructions", height)
     chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=lambda pair: -pair.leak)
     _text(
         pdf,
@@ -319,10 +322,7 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
         colour=MUTED,
     )
     pdf.ln(2)
-    columns, gap = 4, 4.0
-    width = (pdf.epw - (columns - 1) * gap) / columns
-    side, top = (width - 1) / 2, pdf.get_y()
-    height = side + 9
+    top = pdf.get_y()
     for i, pair in enumerate(chosen):
         x = pdf.l_margin + (i % columns) * (width + gap)
         if i % columns == 0 and i:
@@ -407,7 +407,7 @@ def _plot(pdf: FPDF, chart: Chart) -> None:
     names, numbers = 0.34 * pdf.epw, 0.2 * pdf.epw
     x, width = pdf.l_margin + names, pdf.epw - names - numbers - 2
     pdf.ln(1)
-    for line in chart.lines[:MOST_LINES]:
+    for i, line in enumerate(chart.lines[:MOST_LINES]):
         words = f"{line.name}  {line.about}" + (f" ({line.realism})" if line.realism else "")
         words = wording.shortened(words, 160)
         texts = [part for part in (line.number, line.note) if part]
@@ -416,7 +416,8 @@ def _plot(pdf: FPDF, chart: Chart) -> None:
             sum(_lines(pdf, part, numbers, 7.5, False, INK, dry=True) for part in texts),
         ) + 2  # fmt: skip
         if pdf.get_y() + height > pdf.h - pdf.b_margin - 8:  # room for the scale as well
-            _scale(pdf, chart, x, width)
+            if i:
+                _scale(pdf, chart, x, width)
             pdf.add_page()
         top = pdf.get_y()
         pdf.set_xy(pdf.l_margin, top + 1)
@@ -483,8 +484,8 @@ def _draw(pdf: FPDF, mark: Mark, left: float, top: float, width: float) -> None:
 # Words and tables
 
 
-def _heading(pdf: FPDF, words: str) -> None:
-    if pdf.get_y() > pdf.h - 45:  # not alone at the foot of a page
+def _heading(pdf: FPDF, words: str, below: float = 12) -> None:
+    if pdf.get_y() + 20 + below > pdf.h - pdf.b_margin:  # not alone at the foot of a page
         pdf.add_page()
     pdf.ln(5)
     _text(pdf, words, size=12, bold=True, colour=ACCENT)
@@ -532,6 +533,7 @@ def _table(
     pdf.set_font("sans", "", size)
     pdf.set_text_color(*INK)
     pdf.set_draw_color(*LINE)
+    pdf.set_fill_color(0)  # the colour that leaves cells unfilled
     pdf.set_line_width(0.2)
     with pdf.table(
         col_widths=tuple(widths),
