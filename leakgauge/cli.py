@@ -319,15 +319,22 @@ def report_(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="The folder of an audit.")],
-    b: Annotated[Path, typer.Argument(help="The folder of another.")],
+    old: Annotated[Path, typer.Argument(help="The folder of an audit.")],
+    new: Annotated[Path, typer.Argument(help="The folder of a later one.")],
+    gate: Annotated[bool, typer.Option("--gate", help="End with 1 if NEW is worse.")] = False,
 ) -> None:
     """Compare two audits: what leaks more, what less, and how their plans differ."""
     from leakgauge import report
 
-    comparison = report.diff.compare(_result(a), _result(b))
-    for table in report.diff.tables(comparison):
+    before, after = _result(old), _result(new)
+    worse = report.diff.worse(before, after) if gate else []
+    for table in report.diff.tables(report.diff.compare(before, after)):
         console.print(table)
+    for sentence in worse:
+        console.print(f"worse: {sentence}", style="red", markup=False, highlight=False)
+    if gate and not worse:
+        console.print("Nothing got worse.")
+    raise typer.Exit(1 if worse else 0)
 
 
 @app.command()
