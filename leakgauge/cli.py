@@ -56,6 +56,7 @@ app = typer.Typer(
     help="How much of a client's private data does your federation's update give away?",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Data sets on disk.", no_args_is_help=True)
@@ -259,7 +260,10 @@ def _watch(progress: Progress) -> audits.Watch:
         progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
-    return audits.Watch(expect, begin, step, end)
+    def say(words: str) -> None:
+        progress.console.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True)
+
+    return audits.Watch(expect, begin, step, end, say)
 
 
 @app.command()
@@ -315,15 +319,22 @@ def report_(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="The folder of an audit.")],
-    b: Annotated[Path, typer.Argument(help="The folder of another.")],
+    old: Annotated[Path, typer.Argument(help="The folder of an audit.")],
+    new: Annotated[Path, typer.Argument(help="The folder of a later one.")],
+    gate: Annotated[bool, typer.Option("--gate", help="End with 1 if NEW is worse.")] = False,
 ) -> None:
     """Compare two audits: what leaks more, what less, and how their plans differ."""
     from leakgauge import report
 
-    comparison = report.diff.compare(_result(a), _result(b))
-    for table in report.diff.tables(comparison):
+    before, after = _result(old), _result(new)
+    worse = report.diff.worse(before, after) if gate else []
+    for table in report.diff.tables(report.diff.compare(before, after)):
         console.print(table)
+    for sentence in worse:
+        console.print(f"worse: {sentence}", style="red", markup=False, highlight=False)
+    if gate and not worse:
+        console.print("Nothing got worse.")
+    raise typer.Exit(1 if worse else 0)
 
 
 @app.command()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from leakgauge.errors import MissingExtra, PlanError
@@ -43,12 +45,25 @@ def optional(module: str, extra: str, use: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
+        package = module.partition(".")[0]
+        if error.name != package:
             raise  # it is there, and broken
-        raise MissingExtra(
-            f"{use} needs the package {error.name!r}, which is not installed: "
-            f"pip install 'leakgauge[{extra}]'"
-        ) from None
+        raise _missing(package, extra, use) from None
+
+
+def installed(package: str, extra: str, use: str) -> Path:
+    """The folder of such a package, which is not imported: that can take a second."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing(package, extra, use)
+    return Path(spec.submodule_search_locations[0])
+
+
+def _missing(package: str, extra: str, use: str) -> MissingExtra:
+    return MissingExtra(
+        f"{use} needs the package {package!r}, which is not installed: "
+        f"pip install 'leakgauge[{extra}]'"
+    )
 
 
 def imported(spec: str, what: str) -> Callable[..., Any]:

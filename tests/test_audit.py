@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from leakgauge.audit import Store, Watch, images, parse, run
 from leakgauge.audit.bench import _thinned, rng_of
 from leakgauge.audit.cases import trials as cases
 from leakgauge.audit.summary import spread, summarise
-from leakgauge.errors import InputError, NotApplicable
+from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import simulate
 from leakgauge.report import references
 from leakgauge.types import Batch, Reconstruction
@@ -151,7 +153,8 @@ def test_what_run_returns_is_what_it_writes(tmp_path):
     result = run(tiny(), Store(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     trial = only(result)
-    assert json.loads((tmp_path / "out" / "trials" / f"{trial['id']}.json").read_text()) == trial
+    kept = json.loads((tmp_path / "out" / "trials" / f"{trial['id']}.json").read_text())
+    assert kept == trial | {"fingerprint": tiny().fingerprint}
 
 
 # Going on where it stopped.
@@ -204,6 +207,34 @@ def test_a_failed_trial_is_tried_again(tmp_path):
     broken = with_attacks(plan, analytic=guessing(crash))
     assert only(run(broken, Store(tmp_path)))["status"] == "failed"
     assert only(run(plan, Store(tmp_path), resume=True))["status"] == "done"
+
+
+def test_a_trial_of_another_plan_is_said_and_run_again(tmp_path):
+    right, other = (
+        tiny(federation={"model": {"name": "mlp", "hidden": [width]}}) for width in (8, 9)
+    )
+    before = only(run(right, Store(tmp_path / "right")))
+    run(other, Store(tmp_path / "other"))
+    trial = Path("trials") / f"{before['id']}.json"
+    shutil.copy(tmp_path / "other" / trial, tmp_path / "right" / trial)
+    said, begun = [], []
+    watch = Watch(say=said.append, begin=lambda case: begun.append(case.id))
+    again = run(right, Store(tmp_path / "right"), resume=True, watch=watch)
+    assert begun == [before["id"]]
+    assert "it is of another plan" in said[0]
+    assert without_times(only(again)) == without_times(before)
+
+
+def test_a_folder_holds_one_audit_at_a_time(tmp_path):
+    store = Store(tmp_path / "out")
+
+    def second(case):
+        with pytest.raises(PlanError, match=f"in use by another audit .process {os.getpid()} on"):
+            run(tiny(), Store(tmp_path / "out"), overwrite=True)
+
+    assert only(run(tiny(), store, watch=Watch(begin=second)))["status"] == "done"
+    assert not (tmp_path / "out" / ".lock").exists()
+    run(tiny(), store, resume=True)
 
 
 # Scores.
@@ -678,7 +709,7 @@ def test_the_round_that_two_attacks_share_is_played_once(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     monkeypatch.setattr(type(plan), "_make_model", lambda self: Counting(*model))
     run(with_attacks(plan, one=constant(0.1), two=constant(0.2)), Store(tmp_path))
-    assert len(played) == 2  # once to look at it, once for the round
+    assert len(played) == 3  # once to look at it, once for the fingerprint, once for the round
 
 
 def test_a_thinned_history_keeps_the_last_value():

@@ -22,76 +22,64 @@ from leakgauge import catalogue, cli, cli_guard
 HEAVY = {"torch", "numpy", "scipy", "PIL", "jinja2", "safetensors"}
 
 
-def loaded(code: str) -> set[str]:
-    """The modules that a fresh Python holds after this code."""
-    script = f"{code}\nimport sys\nprint('loaded', *sys.modules)"
+def loaded(code: str) -> list[set[str]]:
+    """What a fresh Python has loaded at each `loaded()` in this code, and at its end."""
+    script = f"import sys\ndef loaded():\n    print('loaded', *sys.modules)\n{code}\nloaded()"
     got = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
-    return set(got.stdout.rpartition("loaded ")[2].split())
+    lines = got.stdout.splitlines()
+    return [set(line.split()[1:]) for line in lines if line.startswith("loaded ")]
 
 
-def called(*arguments: str) -> str:
-    return (
-        f"import sys\nsys.argv = ['leakgauge', *{arguments!r}]\n"
-        "from leakgauge.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass"
-    )
+CALL = """
+def call(line):
+    sys.argv = ["leakgauge", *line.split()]
+    try:
+        main()
+    except SystemExit:
+        pass
+"""
 
 
 # Nothing is imported that is not needed.
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--version"],
-        ["--help"],
-        ["list"],
-        ["list", "models"],
-        ["audit", "--help"],
-        ["guard", "--help"],
-        ["guard", "check", "--help"],
-        ["data", "fetch", "--help"],
-        ["list", "atacks"],
-    ],
-    ids=" ".join,
-)
-def test_what_needs_no_tensor_loads_no_torch(arguments):
-    modules = loaded(called(*arguments))
-    assert "leakgauge.cli" in modules
-    assert not modules & HEAVY
+def test_what_needs_no_tensor_loads_no_torch():
+    commands = [
+        "--version",
+        "--help",
+        "list",
+        "list models",
+        "list atacks",
+        "audit --help",
+        "guard --help",
+        "guard check --help",
+        "data fetch --help",
+    ]
+    calls = "".join(f"call({command!r}); loaded()\n" for command in commands)
+    code = f"import leakgauge; loaded()\nfrom leakgauge.cli import main\n{CALL}{calls}"
+    package, *after, at_last = loaded(f"{code}call('list clip')")
+    assert {m for m in package if m.startswith("leakgauge")} == {"leakgauge", "leakgauge._version"}
+    for command, modules in zip(commands, after, strict=True):
+        assert not modules & HEAVY, command
+    assert "torch" in at_last  # the details of a method do load it: the above would notice
 
 
-def test_details_of_a_method_do_load_it():
-    """The counterpart: the test above would notice."""
-    assert "torch" in loaded(called("list", "clip"))
-
-
-def test_the_package_alone_loads_nothing():
-    assert {m for m in loaded("import leakgauge") if m.startswith("leakgauge")} == {
-        "leakgauge",
-        "leakgauge._version",
-    }
-
-
-@pytest.mark.parametrize("code", ["import leakgauge.guard", "from leakgauge import Guard"])
-def test_the_guard_loads_no_attack(code):
-    modules = loaded(code)
-    assert "leakgauge.guard.guard" in modules
+def test_the_guard_loads_no_attack():
+    module, name = loaded("import leakgauge.guard; loaded()\nfrom leakgauge import Guard")
+    assert "leakgauge.guard.guard" in module
     unwanted = ("leakgauge.attacks", "leakgauge.audit", "leakgauge.report", "typer", "rich")
-    assert not [m for m in modules if m.startswith(unwanted)]
+    assert not [m for m in module | name if m.startswith(unwanted)]
 
 
 # Without the extras.
 
 BARE = """
 import importlib, pkgutil, sys
-class NotInstalled:
-    def find_spec(name, path=None, target=None):
-        if name in ("skimage", "sklearn", "matplotlib", "fpdf"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, NotInstalled)
+from importlib.machinery import PathFinder
+found, missing = PathFinder.find_spec, ("skimage", "sklearn", "matplotlib", "fpdf")
+PathFinder.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
 import numpy as np
 import leakgauge
 for module in pkgutil.walk_packages(leakgauge.__path__, "leakgauge."):

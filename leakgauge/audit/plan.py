@@ -16,7 +16,9 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,7 @@ from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.aggregate import Weighting
 from leakgauge.fl.partition import Partition
+from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
 from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
 
@@ -174,8 +177,33 @@ class Plan:
     attacks: Mapping[str, Attack]
     defences: Mapping[str, Defence | None]
     partition: Partition
-    fingerprint: str
     asked: tuple[str, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs when a trial could: by the tables, the records, the code and the model that
+        `module:callable` names, the weights or the version."""
+        document = self.document
+        content = [__version__, plain(document), self.data.classes]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+        for records in (self.data, self.public):
+            for values in (records.inputs, records.labels):
+                digest.update(f"{tuple(values.shape)}".encode())
+                digest.update(values.contiguous().numpy().data)
+        first = self.scenario(document.federation.rounds[0], next(iter(self.defences)))
+        model = initial_model(first, torch.Generator().manual_seed(0))
+        digest.update(str(model).encode())
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(f"{value.requires_grad}".encode())
+            digest.update(
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            )
+        for named in (document.federation.model, document.federation.data):
+            name = named if isinstance(named, str) else str(named.get("name"))
+            for file in own_files(name, self.folder):
+                digest.update(f"{file.name} ".encode() + file.read_bytes())
+        return digest.hexdigest()
 
     @property
     def budget(self) -> float | None:
@@ -291,7 +319,6 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         attacks=attacks,
         defences=defences,
         partition=partition,
-        fingerprint=_fingerprint(document, records, folder),
         asked=asked,
     )
 
@@ -311,16 +338,39 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _fingerprint(document: Document, records: Dataset, folder: Path) -> str:
-    """Differs when a trial could: by the tables, the records, the weights or the version."""
-    content = [__version__, plain(document), records.classes]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    digest.update(records.inputs.numpy().data)
-    digest.update(records.labels.numpy().data)
-    if document.federation.checkpoint:
-        weights = _path(folder, document.federation.checkpoint)
-        digest.update(weights.read_bytes() if weights.is_file() else b"")
-    return digest.hexdigest()
+def own_files(name: str, folder: Path) -> list[Path]:
+    """The files behind `module:callable`: that of the module, and those of what it imports from the
+    plan's folder or from its own package. None for another name."""
+    start, colon, _ = name.partition(":")
+    module = sys.modules.get(start)
+    if not colon or module is None or not getattr(module, "__file__", None):
+        return []
+    own = Path(str(module.__file__)).resolve()
+    roots = (folder.resolve(), own.parents[start.count(".")])
+    found: dict[str, Path] = {}
+    waiting = [start]
+    while waiting:
+        here = waiting.pop()
+        loaded = sys.modules.get(here)
+        file = getattr(loaded, "__file__", None)
+        if here in found or not file or not _belongs(Path(file).resolve(), roots):
+            continue
+        found[here] = Path(file).resolve()
+        for value in list(vars(loaded).values()):
+            other = value.__name__ if isinstance(value, ModuleType) else _home(value)
+            waiting += [other] if isinstance(other, str) else []
+    return [found[key] for key in sorted(found)]
+
+
+def _belongs(file: Path, roots: tuple[Path, ...]) -> bool:
+    """The user's own: below a root, and not installed there."""
+    installed = "site-packages" in file.parts or "dist-packages" in file.parts
+    return not installed and file.is_file() and any(file.is_relative_to(root) for root in roots)
+
+
+def _home(value: object) -> object:
+    """The module in which a class or a function was written."""
+    return getattr(value, "__module__", None) if callable(value) else None
 
 
 def _path(folder: Path, path: str) -> Path:

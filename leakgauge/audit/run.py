@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, crashed, rng_of
@@ -37,6 +38,7 @@ class Watch:
     begin: Callable[[Case], None] = lambda case: None
     progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
     end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
+    say: Callable[[str], None] = lambda words: None
 
 
 def run(
@@ -59,9 +61,20 @@ def run(
     # Build the model once before anything is written: a wrong one is the user's to know now.
     model = initial_model(first.scenario(plan), rng_of(first.seed, "federation"))
     bench = Bench(plan, store)
-    store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+
+    def opened() -> None:
+        store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+
+    opened()  # refused here, the folder is not even locked
+    with store.locked():
+        opened()  # another audit may have ended in it meanwhile
+        session = _Session(bench, jobs, budget, watch or Watch())
+        return _audit(session, model, calibrate)
+
+
+def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, Any]:
+    bench, plan, store = session.bench, session.bench.plan, session.bench.store
     expected = None
-    session = _Session(bench, jobs, budget, watch or Watch())
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
@@ -87,7 +100,9 @@ def run(
         controls=controls,
         rungs=rungs,
         not_run=session.not_run(cases.trials(plan)),
-        sensitivity=bench.sensitivity(first) if plan.document.audit.explain else None,
+        sensitivity=bench.sensitivity(cases.trials(plan)[0])
+        if plan.document.audit.explain
+        else None,
         wall=session.elapsed(),
         forecast=expected,
     )
@@ -143,7 +158,7 @@ class _Session:
         for case in dict.fromkeys(wanted):
             known = self.finished.get(case.id)
             if known is None:
-                known = self.bench.store.done(case.id)
+                known = self.bench.store.done(case.id, self.watch.say)
                 if known is None or known["status"] == "failed":
                     todo.append(case)
                     continue
@@ -195,16 +210,17 @@ class _Recipe:
     name: str
     folder: Path
     out: Path
+    fingerprint: str
 
     @classmethod
     def of(cls, bench: Bench) -> _Recipe:
         plan = bench.plan
-        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out)
+        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out, plan.fingerprint)
 
     def __call__(self) -> Run:
         plan = parse(self.document, self.name, self.folder)
         torch.set_num_threads(plan.document.audit.threads)
-        return Bench(plan, Store(self.out)).run
+        return Bench(plan, Store(self.out, self.fingerprint)).run
 
 
 def _died(case: Case, plan: Plan) -> dict[str, Any]:

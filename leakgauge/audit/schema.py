@@ -206,6 +206,16 @@ def _torch() -> str:
     return str(torch.__version__)
 
 
+def check_trial(value: Any, id_: str) -> dict[str, Any]:
+    """The trial of this id as it was written by itself; InputError names what is wrong."""
+    _expect(value, TRIAL | {"id": {id_}}, "")
+    if value["status"] == "done":
+        _expect(value, FINISHED_TRIAL, "")
+        _agree(value, "")
+    trial: dict[str, Any] = value
+    return trial
+
+
 def _from_1(old: Result) -> Result:
     """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats. It keeps
     none: what it measured was judged by nobody."""

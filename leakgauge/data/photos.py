@@ -19,7 +19,7 @@ may download with pooch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import resources
+from functools import lru_cache
 from itertools import islice, zip_longest
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from leakgauge.config import choose, optional
+from leakgauge.config import choose, installed
 from leakgauge.data._dataset import make_dataset
 from leakgauge.data._options import check_count
 from leakgauge.errors import DataError, PlanError
@@ -61,10 +61,9 @@ def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dat
     """
     check_count("size", size)
     check_count("per_photo", per_photo)
-    optional("skimage", "demo", "the data set 'photos'")
     wanted = _wanted(only)
     columns = [
-        list(islice(_crops(_open(file), size), per_photo)) if name in wanted else []
+        _first_crops(file, size, per_photo) if name in wanted else ()
         for name, file in FILES.items()
     ]
     records = [
@@ -91,14 +90,20 @@ def _wanted(only: Sequence[str]) -> Sequence[str]:
     return only or tuple(FILES)
 
 
+@lru_cache(maxsize=4 * len(FILES))  # reading the files takes half a second
+def _first_crops(file: str, size: int, count: int) -> tuple[NDArray[np.uint8], ...]:
+    return tuple(islice(_crops(_open(file), size), count))
+
+
 def _open(file: str) -> Image.Image:
+    folder = installed("skimage", "demo", "the data set 'photos'") / "data"
     try:
-        with (resources.files("skimage") / "data" / file).open("rb") as stream:
+        with (folder / file).open("rb") as stream:
             return Image.open(stream, formats=("PNG", "JPEG")).convert("RGB")
     except OSError as error:
         raise DataError(
-            f"photos: expected {file} in the `data` folder of the installed scikit-image, got "
-            f"{error}; reinstall it with `pip install --force-reinstall scikit-image`."
+            f"photos: expected {file} in {folder}, got {error}; reinstall the package with "
+            "`pip install --force-reinstall scikit-image`."
         ) from error
 
 

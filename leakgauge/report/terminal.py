@@ -21,7 +21,7 @@ def summary_table(result: dict[str, Any]) -> Table:
         caption=(
             f"PSNR, SSIM: how alike the pictures are, median over {images} (quartiles).\n"
             "baseline: the PSNR of a mean picture, which shows nothing of the record.\n"
-            "found: share of records picked out of a gallery by their reconstruction.\n"
+            "found: records recognised, picked out of a gallery by their reconstruction.\n"
             "labels: share of the labels read (what guessing gives).\n"
             "risk: the median PSNR in words; – where it is not above the baseline."
         ),
@@ -39,13 +39,9 @@ def summary_table(result: dict[str, Any]) -> Table:
             section = row["round"], row["defence"]
             after = f"round {row['round']}, " if stages else ""
             table.add_section()
-            table.add_row(f"[bold]{after}{_defended(row['defence'])}[/]")
+            table.add_row(f"[bold]{after}{contents.named(row['defence'])}[/]")
         table.add_row(f"  {row['attack']}", *_cells(row))
     return table
-
-
-def _defended(defence: str) -> str:
-    return "no defence" if defence == "none" else defence
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

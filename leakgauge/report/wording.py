@@ -69,8 +69,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 def brief(text: str, most: int = 160) -> str:
     """The first sentence or clause of a reason; the whole of it is in result.json."""
-    end = next((i for i in (text.find("; "), text.find(". ")) if 0 < i <= most), len(text))
-    first = text[:end]
+    ends = [end for mark in ("; ", ". ") if (end := text.find(mark)) > 0]
+    first = text[: min(ends, default=len(text))]
     return first if len(first) <= most else f"{first[: most - 1].rstrip()}…"
 
 
