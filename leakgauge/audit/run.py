@@ -39,6 +39,7 @@ class Watch:
     progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
     end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
     say: Callable[[str], None] = lambda words: None
+    calibrate: Callable[[str], None] = lambda attack: None
 
 
 def run(
@@ -78,7 +79,7 @@ def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, An
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
-        expected = forecast(plan).plain() if calibrate else None
+        expected = forecast(plan, session.watch.calibrate).plain() if calibrate else None
         session.run([*controls, *cases.trials(plan)])
         if plan.document.audit.explain and controls:
             best = _best(session.pick(controls))
