@@ -4,14 +4,19 @@ What a verb needs is imported when it runs: PyTorch alone takes seconds, and nei
 needs it.
 
 Exit codes: 0 below the limit, 1 above it, 2 the plan or another input is wrong, 3 a trial failed,
-4 inconclusive, 5 a received model was rejected, 130 interrupted.
+4 inconclusive, 5 a received model was rejected, 70 an error that LeakGauge did not expect, 130
+interrupted, 141 the reader of its output is gone.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
+import os
 import sys
+import tempfile
 import tomllib
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import click
 import typer
 from rich import box
 from rich.console import Console
@@ -40,7 +46,7 @@ from rich.text import Text
 from leakgauge import catalogue
 from leakgauge._version import __version__
 from leakgauge.cli_guard import app as guard_app
-from leakgauge.config import choose
+from leakgauge.config import choose, no_exit
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
 if TYPE_CHECKING:
@@ -64,19 +70,57 @@ FILLED = {"shape", "classes", "model", "rng", "guess", "truth", "weights", "head
 
 
 def main() -> None:
-    """Run the command line; errors made by the input are one message and exit code 2."""
+    """Run the command line; errors made by the input are one message and exit code 2. Nothing that
+    goes wrong by itself ends with 0 or 1, which are verdicts."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # what libraries say to programmers
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may know fewer characters than we
     try:
-        app()
+        with no_exit():
+            code = app(standalone_mode=False)
     except LeakGaugeError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
+        code = _say(str(error), 2)
+    except click.ClickException as error:  # the command itself is not well formed
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = _say("interrupted", 130)
+    except BrokenPipeError:  # whoever read the output is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may flushing it complain
+        code = 141
+    except Exception as error:
+        code = _say(_unexpected(error), 70)
+    sys.exit(code or 0)
+
+
+def _say(words: str, code: int) -> int:
+    errors.print(f"[bold red]error:[/] {escape(words)}", soft_wrap=True)
+    return code
+
+
+def _unexpected(error: Exception) -> str:
+    """An error that LeakGauge did not expect, in words; its traceback goes to a file, or to the
+    terminal with --debug."""
+    what = f"LeakGauge did not expect this error: {type(error).__name__}: {error}."
+    ask = "Please report it, with the plan if you can, where you got LeakGauge from"
+    if "--debug" in sys.argv[1:]:
+        traceback.print_exception(error)
+        return f"{what} {ask}."
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", errors="replace", prefix="leakgauge-", suffix=".log", delete=False
+    ) as log:
+        traceback.print_exception(error, file=log)
+    return f"{what} {ask}, with the details in {log.name} (or run `leakgauge --debug …`)."
 
 
 @app.callback(invoke_without_command=True)
 def version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Print the traceback of an unexpected error.")
+    ] = False,
 ) -> None:
     if version:
         console.print(f"leakgauge {__version__}")
@@ -114,8 +158,8 @@ def audit(
     """Attack your own federation as PLAN (a TOML file) describes it, and report what leaks.
 
     Exit codes: 0 below the plan's limit, 1 above it, 2 the plan is wrong, 3 a trial failed,
-    4 inconclusive, 130 interrupted. `module:callable` in a plan is code, and it is run: audit only
-    plans you trust.
+    4 inconclusive, 70 an unexpected error, 130 interrupted. `module:callable` in a plan is code,
+    and it is run: audit only plans you trust.
     """
     from leakgauge import audit as audits
     from leakgauge import report
@@ -146,9 +190,8 @@ def audit(
     for note in terminal.notes(result):
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     verdict = result["verdict"]
-    console.print(f"[bold]{escape(verdict['headline'])}[/]")
-    if result["explanation"]:
-        console.print(escape(result["explanation"]["sentence"]))
+    for line in terminal.verdict(result):
+        console.print(line)
     for path in report.write(store.out, images or ("show" if demo else "blur"), with_pdf=pdf):
         console.print(f"report    {escape(str(path))}", soft_wrap=True)
     console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
@@ -217,7 +260,10 @@ def _watch(progress: Progress) -> audits.Watch:
         progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
-    return audits.Watch(expect, begin, step, end)
+    def say(words: str) -> None:
+        progress.console.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True)
+
+    return audits.Watch(expect, begin, step, end, say)
 
 
 @app.command()
@@ -273,15 +319,22 @@ def report_(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="The folder of an audit.")],
-    b: Annotated[Path, typer.Argument(help="The folder of another.")],
+    old: Annotated[Path, typer.Argument(help="The folder of an audit.")],
+    new: Annotated[Path, typer.Argument(help="The folder of a later one.")],
+    gate: Annotated[bool, typer.Option("--gate", help="End with 1 if NEW is worse.")] = False,
 ) -> None:
     """Compare two audits: what leaks more, what less, and how their plans differ."""
     from leakgauge import report
 
-    comparison = report.diff.compare(_result(a), _result(b))
-    for table in report.diff.tables(comparison):
+    before, after = _result(old), _result(new)
+    worse = report.diff.worse(before, after) if gate else []
+    for table in report.diff.tables(report.diff.compare(before, after)):
         console.print(table)
+    for sentence in worse:
+        console.print(f"worse: {sentence}", style="red", markup=False, highlight=False)
+    if gate and not worse:
+        console.print("Nothing got worse.")
+    raise typer.Exit(1 if worse else 0)
 
 
 @app.command()

@@ -40,7 +40,7 @@ seeds = [0]
 gallery = 20
 explain = false
 exact = false
-limit = {{ share = 1.0 }}
+limit = {{ share = 1.0, found = 1.0, labels = 1.0 }}
 {audit}
 """
 
@@ -162,7 +162,7 @@ def test_a_table_of_several_stages_names_them(desk):
     )
     sections = [line.strip() for line in text.splitlines() if line.strip().startswith("round")]
     assert sections == ["round 0, no defence", "round 20, no defence", "round 20, clip-and-noise"]
-    assert "4 to 6 images" in text
+    assert "median over 4 to 6" in text
 
 
 def test_a_row_without_scores_says_why(desk):

@@ -32,7 +32,8 @@ IMPORTED_AS = {
     "pillow": "PIL",
     "scikit-image": "skimage",
     "scikit-learn": "sklearn",
-}
+    "click": "typer",
+}  # click is bounded for typer
 
 
 def pins() -> dict[str, Version]:

@@ -16,7 +16,7 @@ import pytest
 
 from leakgauge.audit import Store, parse, read, run
 from leakgauge.audit.workers import in_processes
-from leakgauge.errors import InputError
+from leakgauge.errors import InputError, PlanError
 
 KILLED = (2, 1, 2, 1, 2)  # the jobs of each run that is killed
 
@@ -55,6 +55,10 @@ def prepare() -> Callable[[Any, Any], dict[str, Any]]:
         progress(1, 1, 0.5)
         if what == "die always" or (what == "die once" and tries == 0):
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "crash":
+            raise ZeroDivisionError("by hand")
+        if what == "leave":
+            sys.exit(0)
         if what == "refuse":
             raise InputError("not like this")
         return {"what": what, "tries": tries + 1, "pid": os.getpid()}
@@ -94,6 +98,22 @@ def test_cases_are_shared_out_and_a_killed_worker_is_replaced(tmp_path: Path) ->
 def test_an_error_of_the_user_ends_the_audit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not like this"):
         played([("refuse", str(tmp_path))], 2)
+
+
+def test_an_error_that_nobody_expected_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: by hand in a worker"):
+        played([("crash", str(tmp_path))], 2)
+    assert len(list((tmp_path / "crash").iterdir())) == 1
+
+
+def test_code_that_leaves_a_worker_is_an_error_of_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"ended the program with sys.exit\(0\)"):
+        played([("leave", str(tmp_path)), ("work", str(tmp_path))], 2)
+
+
+def test_what_may_not_start_is_skipped(tmp_path: Path) -> None:
+    cases = [("work 1", str(tmp_path)), ("work 2", str(tmp_path))]
+    assert set(played(cases, 2, may_start=lambda case: case[0] == "work 2")) == {"work 2"}
 
 
 def without_times(value: Any) -> Any:

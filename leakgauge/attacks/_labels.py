@@ -40,7 +40,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._layers import last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, ready
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
@@ -68,9 +68,10 @@ class Below:
 
 @dataclass(frozen=True)
 class Head:
-    """The last layer's part of the update, as a gradient, with its features on stand-ins."""
+    """The last layer's part of the update, as a gradient, with its features on stand-ins. A
+    gradient is None where the update does not hold it for this layer alone."""
 
-    weight_gradient: Tensor  # (C, F)
+    weight_gradient: Tensor | None  # (C, F)
     bias_gradient: Tensor | None  # (C,)
     weights: tuple[Tensor, ...]  # (C, F), at each waypoint of the local training
     biases: tuple[Tensor, ...]  # (C,)
@@ -111,7 +112,7 @@ def idlg(head: Head) -> Tensor:
         )
     strength = head.bias_gradient
     if strength is None:
-        strength = head.weight_gradient.sum(1)
+        strength = _rows(head, "idlg").sum(1)
     return _once(strength.argsort()[:1], len(strength))
 
 
@@ -120,7 +121,7 @@ def yin(head: Head) -> Tensor:
 
     They have the most negative entry in their row.
     """
-    strength = head.weight_gradient.min(1).values
+    strength = _rows(head, "yin").min(1).values
     if head.records > len(strength):
         raise NotApplicable(
             f"Yin's rule gives every class at most once, but the update covers {head.records} "
@@ -137,11 +138,12 @@ def fedleak(head: Head) -> Tensor:
     The printed formula subtracts "max W" element by element; we read it as the largest entry of
     the weight gradient.
     """
-    strength = head.weight_gradient.sum(1)
+    rows = _rows(head, "fedleak")
+    strength = rows.sum(1)
     order = strength.argsort()
     if head.records <= len(strength):
         return _once(order[: head.records], len(strength))
-    below = (head.weight_gradient - head.weight_gradient.max()).sum(1)
+    below = (rows - rows.max()).sum(1)
     counts = (head.records * below / below.sum()).floor().long()
     for i in range(head.records - int(counts.sum())):
         counts[order[i % len(order)]] += 1
@@ -183,6 +185,16 @@ RULES: dict[str, Callable[[Head], Tensor]] = {
 }
 
 
+def _rows(head: Head, rule: str) -> Tensor:
+    """The rows of the last layer's weight gradient."""
+    if head.weight_gradient is None:
+        raise NotApplicable(
+            f"the rule {rule!r} reads the weight gradient of the last layer, and here that weight "
+            "is frozen or shared with other layers: use the rule 'counts'"
+        )
+    return head.weight_gradient
+
+
 def _once(chosen: Tensor, classes: int) -> Tensor:
     return torch.zeros(classes, dtype=torch.long).index_fill_(0, chosen, 1)
 
@@ -205,6 +217,8 @@ def _mean_softmax(head: Head, p: Tensor, bias_gradient: Tensor) -> tuple[Tensor,
     features = torch.einsum("w,wnf->nf", head.importance, torch.stack(head.features))
     centre, middle = features.mean(0), p.mean(0)
     own = _covariance(p)
+    if head.weight_gradient is None:
+        return middle, (GAP**2 + 1 / n) * own
     cross = (p - middle).T @ (features - centre) / len(p)
     size = max(float(bias_gradient @ bias_gradient), 1e-30)
     mean_feature = bias_gradient @ (head.weight_gradient - cross) / size
@@ -229,7 +243,7 @@ def _pull(head: Head, p: Tensor) -> tuple[Tensor, Tensor]:
     features = torch.cat(head.features)
     u = _constant_functional(features)
     # Both observations are Σ_i S_iᵀ(p_i − [y_i]) for slopes S that vary from record to record.
-    seen = n * head.weight_gradient @ u
+    seen = n * _rows(head, "counts") @ u
     varying = float((features @ u).var()) + 1e-6
     prior = n / classes * eye + n**2 * GAP**2 * _covariance(p)
     pull = seen
@@ -332,15 +346,15 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
     lower, slopes = None, torch.zeros(())
     for share, weight in zip(places[some].tolist(), importance.tolist(), strict=True):
         values = {n: p - share * seen.update[n] for n, p in before.items()}
-        features.append(_features(model, values, images, layer.module))
-        weights.append(values[layer.weight].double())
-        zero = weights[-1].new_zeros(len(weights[-1]))
-        biases.append(values[layer.bias].double() if layer.bias else zero)
+        entered, its_weight, its_bias = _features(model, values, images, layer.module)
+        features.append(entered)
+        weights.append(its_weight)
+        biases.append(its_bias)
         if layer.bias is None:
             lower, here = _slopes(model, values, images[:PROBES], layer.module)
             slopes = slopes + weight * here
     return Head(
-        gradient(layer.weight),
+        gradient(layer.weight) if layer.weight else None,
         gradient(layer.bias) if layer.bias else None,
         tuple(weights),
         tuple(biases),
@@ -352,17 +366,26 @@ def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.G
     )
 
 
-def _features(model: nn.Module, values: Named, inputs: Tensor, head: str) -> Tensor:
-    """What enters the head."""
+def _features(
+    model: nn.Module, values: Named, inputs: Tensor, head: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What enters the head, and the weight and bias (zeros if it has none) that it runs with:
+    `values` need not hold them, or may hold them under another layer's name."""
     caught: list[Tensor] = []
-    handle = model.get_submodule(head).register_forward_hook(
-        lambda module, args, output: caught.append(args[0].detach())
-    )
+    held: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        caught.append(args[0].detach())
+        assert isinstance(module, nn.Linear)
+        bias = output.new_zeros(output.shape[1]) if module.bias is None else module.bias
+        held.update(weight=module.weight.detach().double(), bias=bias.detach().double())
+
+    handle = model.get_submodule(head).register_forward_hook(note)
     with torch.no_grad():
         for part in torch.split(inputs, PROBES):
             torch.func.functional_call(model, values, (part,))
     handle.remove()
-    return torch.cat(caught).double()
+    return torch.cat(caught).double(), held["weight"], held["bias"]
 
 
 def _slopes(
@@ -382,10 +405,11 @@ def _slopes(
 
         return layer.register_forward_hook(pass_on)
 
+    told = values.keys() - shared(model)
     handles = [
         watch(f"{name}.bias", layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in values
+        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in told
     ]
     with torch.enable_grad():
         logits = torch.func.functional_call(model, values, (inputs,)).sum(0)

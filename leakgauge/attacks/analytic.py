@@ -48,6 +48,7 @@ class Analytic:
                 f"{seen.training.optimiser!r} is rescaled entry by entry"
             )
         layer = first_linear(seen.model, seen.shape)
+        assert layer.weight is not None
         assert layer.bias is not None
         shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
         weight, bias = (

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._matching import Adam, Phases, constant, match, shared, steps
 from leakgauge.attacks._matching import cosine as cosine_decay
@@ -77,7 +77,7 @@ class CoarseToFine:
         weight = tv_weight(max(seen.shape[1:])) if self.tv is None else self.tv
         priors = ((total_variation(seen.training.std), constant(weight)),)
         share = shared(resources, coarse * self.restarts + fine)
-        late = support(self.support)
+        late, trust = support(self.support), Trust()
         first = match(
             seen,
             Phases(lambda done: cosine if done < LATE else late),  # Eq. 1
@@ -89,6 +89,7 @@ class CoarseToFine:
             start=self.start,
             space=SPACES[self.space](),
             derivative=self.derivative,
+            trust=trust,
             rng=rng,
             resources=share(0),
         )
@@ -104,6 +105,7 @@ class CoarseToFine:
             iterations=fine,
             begin=first.inputs,
             derivative=self.derivative,
+            trust=trust,
             rng=rng,
             resources=rest,
         )

@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._matching import Adam, Prior, constant, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
@@ -81,6 +81,7 @@ class GradInversion:
     ) -> Reconstruction:
         labels = infer(seen, self.labels, rng)
         batch, notes = self._batch_norm(seen)
+        trust = Trust()
         priors: tuple[Prior, ...] = (
             *batch,
             (total_variation, constant(self.tv)),
@@ -108,6 +109,7 @@ class GradInversion:
                 begin=stretch.begin,
                 space=SPACES[self.space](),
                 derivative=self.derivative,
+                trust=trust,
                 rng=rng,
                 resources=resources,
             )

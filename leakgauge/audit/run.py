@@ -6,6 +6,7 @@ interrupted can be resumed and loses at most the running trials. Failed trials a
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench, crashed, rng_of
 from leakgauge.audit.cases import Case
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse, plain
 from leakgauge.audit.result import assemble
 from leakgauge.audit.store import Store
-from leakgauge.audit.verdict import judge_control
 from leakgauge.audit.workers import Run, in_processes
 from leakgauge.errors import NotApplicable
 from leakgauge.files import write_json
@@ -37,6 +38,7 @@ class Watch:
     begin: Callable[[Case], None] = lambda case: None
     progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
     end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
+    say: Callable[[str], None] = lambda words: None
 
 
 def run(
@@ -59,9 +61,20 @@ def run(
     # Build the model once before anything is written: a wrong one is the user's to know now.
     model = initial_model(first.scenario(plan), rng_of(first.seed, "federation"))
     bench = Bench(plan, store)
-    store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+
+    def opened() -> None:
+        store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+
+    opened()  # refused here, the folder is not even locked
+    with store.locked():
+        opened()  # another audit may have ended in it meanwhile
+        session = _Session(bench, jobs, budget, watch or Watch())
+        return _audit(session, model, calibrate)
+
+
+def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, Any]:
+    bench, plan, store = session.bench, session.bench.plan, session.bench.store
     expected = None
-    session = _Session(bench, jobs, budget, watch or Watch())
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
@@ -84,10 +97,12 @@ def run(
         plan,
         model,
         trials=session.pick([*controls, *cases.trials(plan), *(c for _, r in rungs for c in r)]),
-        control=_judged(session.pick(controls)),
-        rungs=[(factor, rung[0], session.pick(rung)) for factor, rung in rungs],
+        controls=controls,
+        rungs=rungs,
         not_run=session.not_run(cases.trials(plan)),
-        sensitivity=bench.sensitivity(first) if plan.document.audit.explain else None,
+        sensitivity=bench.sensitivity(cases.trials(plan)[0])
+        if plan.document.audit.explain
+        else None,
         wall=session.elapsed(),
         forecast=expected,
     )
@@ -97,21 +112,13 @@ def run(
     return result
 
 
-def _judged(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One control entry an attack: its best seed, for the question is whether it can work."""
-    best: dict[str, dict[str, Any]] = {}
-    for trial in trials:
-        entry = judge_control(trial)
-        kept = best.get(entry["attack"])
-        if kept is None or (entry["psnr"] or 0.0) > (kept["psnr"] or 0.0):
-            best[entry["attack"]] = entry
-    return list(best.values())
-
-
 def _best(trials: list[dict[str, Any]]) -> str | None:
     """The attack that did best on the control, if any could be run."""
-    entries = [entry for entry in _judged(trials) if entry["psnr"] is not None]
-    return str(max(entries, key=lambda e: float(e["psnr"]))["attack"]) if entries else None
+    scores: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial["status"] == "done":
+            scores.setdefault(trial["attack"], []).extend(trial["scores"]["psnr"])
+    return max(scores, key=lambda attack: statistics.median(scores[attack]), default=None)
 
 
 @dataclass
@@ -151,7 +158,7 @@ class _Session:
         for case in dict.fromkeys(wanted):
             known = self.finished.get(case.id)
             if known is None:
-                known = self.bench.store.done(case.id)
+                known = self.bench.store.done(case.id, self.watch.say)
                 if known is None or known["status"] == "failed":
                     todo.append(case)
                     continue
@@ -203,22 +210,23 @@ class _Recipe:
     name: str
     folder: Path
     out: Path
+    fingerprint: str
 
     @classmethod
     def of(cls, bench: Bench) -> _Recipe:
         plan = bench.plan
-        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out)
+        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out, plan.fingerprint)
 
     def __call__(self) -> Run:
         plan = parse(self.document, self.name, self.folder)
         torch.set_num_threads(plan.document.audit.threads)
-        return Bench(plan, Store(self.out)).run
+        return Bench(plan, Store(self.out, self.fingerprint)).run
 
 
 def _died(case: Case, plan: Plan) -> dict[str, Any]:
     """The trial of a case whose worker was killed twice."""
-    return case.header(plan) | {
-        "status": "failed",
-        "error": "the process of this trial was killed twice (out of memory?)",
-        "times": {"wall_seconds": 0.0, "cpu_seconds": 0.0},
-    }
+    return (
+        case.header(plan)
+        | crashed(plan, case, "the process of this trial was killed twice (out of memory?)")
+        | {"times": {"wall_seconds": 0.0, "cpu_seconds": 0.0}}
+    )

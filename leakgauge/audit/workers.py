@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
+from leakgauge.config import no_exit
 from leakgauge.errors import LeakGaugeError
 
 Case = TypeVar("Case")
@@ -53,10 +54,14 @@ def _serve(prepare: Callable[[], Run], pipe: Connection) -> None:
         except EOFError:  # the parent is gone or done
             return
         try:
-            run = run or prepare()
-            _send(pipe, ("trial", run(case, progress)))
+            with no_exit():  # its end would look like a kill
+                run = run or prepare()
+                trial = run(case, progress)
+            _send(pipe, ("trial", trial))
         except LeakGaugeError as error:
             _send(pipe, ("error", error))
+        except Exception as error:  # not every error can be sent as it is
+            _send(pipe, ("error", RuntimeError(f"{type(error).__name__}: {error} in a worker")))
 
 
 def _send(pipe: Connection, message: tuple[str, Any]) -> None:

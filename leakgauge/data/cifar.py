@@ -34,7 +34,7 @@ def cifar10(split: Split = "train", root: str | Path | None = None) -> Dataset:
     check_split(split)
     pattern = "data_batch_[1-5]" if split == "train" else "test_batch"
     folder = find_folder("cifar10", "cifar-10-batches-py", pattern, root)
-    files = sorted(folder.glob(pattern))
+    files = sorted(file for file in folder.glob(pattern) if file.is_file())
     part = f" ({len(files)} of 5 batches)" if split == "train" and len(files) < 5 else ""
     return _load(f"cifar10 {split}{part}", files, "labels", folder / "batches.meta", "label_names")
 

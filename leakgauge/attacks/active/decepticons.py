@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, unnormalised
 from leakgauge.types import (
@@ -422,6 +423,10 @@ def _check(model: nn.Module) -> None:
         )
     if not all(p.requires_grad for n, p in model.named_parameters() if ".mlp.fc1." in n):
         raise NotApplicable("Decepticons reads `mlp.fc1`, and here it is frozen: it is never sent")
+    if tied := sorted(name for name in shared(model) if name.startswith("blocks.")):
+        raise NotApplicable(
+            f"Decepticons gives every block weights of its own, and {tied[0]!r} is shared"
+        )
     if _is_vision(model):
         dim, *patch = model.get_parameter("patch_embed.proj.weight").shape
         numbers = patch[0] * patch[1] * patch[2]

@@ -45,6 +45,7 @@ from leakgauge.attacks.active._imprint import (
     ratios,
 )
 from leakgauge.attacks.analytic import unexplained
+from leakgauge.errors import NotApplicable
 from leakgauge.types import (
     Knowledge,
     Observation,
@@ -105,6 +106,8 @@ class Loki:
             found.append(quotients)
             strengths.append(ones[rows].abs())
             owners.append(torch.full((len(rows),), client))
+        if not found:
+            raise NotApplicable("no unit of the layer that reads the images passed on a gradient")
         quotients, owner = torch.cat(found), torch.cat(owners)
         images = as_images(quotients, seen.shape, training, raw=False)
         chosen = best(images, torch.cat(strengths), records)
