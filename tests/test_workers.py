@@ -28,7 +28,7 @@ training = { batch_size = 2 }
 
 [[attack]]
 name = "inverting-gradients"
-iterations = 120
+iterations = 60
 
 [[defence]]
 name = "none"
@@ -39,6 +39,7 @@ name = "clip"
 seeds = [%s]
 gallery = 20
 exact = false
+explain = false
 """
 
 
@@ -197,7 +198,7 @@ def test_five_kills_lose_nothing(tmp_path: Path) -> None:
         )
         while process.poll() is None and finished(killed) == before:
             time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.2))  # somewhere within a trial, or between two
+        time.sleep(chance.uniform(0, 0.1))  # somewhere within a trial, or between two
         assert process.poll() is None, "there was nothing left to kill"
         process.kill()
         process.wait()
