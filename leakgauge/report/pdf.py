@@ -113,6 +113,7 @@ def _document(result: Result) -> FPDF:
     pdf.add_font("sans", "B", fonts / "DejaVuSans-Bold.ttf")
     pdf.add_font("mono", "", fonts / "DejaVuSansMono.ttf")
     pdf.set_margin(16)
+    pdf.c_margin = 0  # words begin where boxes and pictures do
     pdf.set_auto_page_break(True, 16)
     # The same result gives the same bytes: the date is that of the audit, not of the printing.
     pdf.set_creation_date(_date(result["times"]["finished"]))
@@ -212,8 +213,8 @@ def _card(pdf: FPDF, figure: contents.Figure, top: float, width: float, dry: boo
     """One key figure; its height."""
     x, y = pdf.get_x(), top + 2.2
     for words, size, bold, colour in (
-        (figure.label, 7.5, True, MUTED),
-        (figure.value, 13, True, INK),
+        (figure.label, 7, True, MUTED),
+        (figure.value, 11.5, True, INK),
         (figure.note, 7.5, False, INK),
         (figure.against, 7, False, MUTED),
     ):
