@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
+from leakgauge.audit.advice import defended
 from leakgauge.config import optional
 from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
 from leakgauge.report.charts import Chart
@@ -235,7 +236,7 @@ def _lines(
     height = pdf.multi_cell(width, step, text, align="L", dry_run=True, output="HEIGHT")
     if not dry:
         pdf.multi_cell(width, step, text, align="L")
-    return float(height)
+    return cast(float, height)
 
 
 def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
@@ -277,7 +278,7 @@ def _findings(pdf: FPDF, result: Result) -> None:
     found = contents.findings(result)
     rows: list[Sequence[str]] = []
     for finding in found[:MOST_ROWS]:
-        where = f"{contents.defended(finding.defence)}, round {finding.round}"
+        where = f"{defended(finding.defence)}, round {finding.round}"
         if finding.state:
             rows += [(f"{finding.attack}, {where}", *["–"] * 7), (finding.state,)]
             continue
@@ -335,7 +336,7 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
             if content := pictures.png(folder, name, images):
                 pdf.image(content, x + k * (side + 1), top, side, side, keep_aspect_ratio=True)
         pdf.set_xy(x, top + side)
-        where = contents.defended(pair.trial["defence"])
+        where = defended(pair.trial["defence"])
         caption = f"{wording.decibels(pair.leak)} {pair.trial['attack']}, {where}"
         _text(pdf, wording.shortened(caption, 60), size=6, width=width)
     pdf.set_xy(pdf.l_margin, top + height)
