@@ -21,7 +21,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
 Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
-Realism: TypeAlias = Literal["realistic", "informed", "oracle"]
+Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Round:
 
     `model` holds the global weights before the round, `after` those after it (parameters only).
     `truths[k]`, `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the
-    aggregation weights (sum 1).
+    aggregation weights (sum 1). `defence` is what every client of the round did to protect itself.
     """
 
     model: nn.Module
@@ -94,6 +94,8 @@ class Round:
     shape: tuple[int, int, int]
     classes: int
     index: int = 0
+    server_lr: float = 1.0
+    defence: Defence | None = None
     secret: Mapping[str, Any] | None = None  # of a malicious server
 
 
@@ -117,7 +119,7 @@ class Observation:
 
     `update` is before − after: of one client (server), or of the whole round (aggregate, client).
     `secret` is what a malicious server kept when it changed the model; `model` is then what it sent
-    (to the first client, where each got its own).
+    (to the victim, where each client got its own; to the first one behind an aggregate).
     """
 
     model: nn.Module
@@ -182,7 +184,7 @@ class Target:
     shape: tuple[int, int, int]
     classes: int
     training: LocalTraining
-    records: int  # of one client
+    records: int  # behind the update that it will read
     clients: int = 1
     public: Dataset | None = None
 
@@ -209,19 +211,25 @@ class ActiveAttack(Attack, Protocol):
 class History:
     """What a client remembers of the rounds it accepted: weights and sizes, never its records.
 
-    `state` is the last accepted model; `own` the size of the client's own last update and `steps`
-    those of the accepted steps from round to round (oldest first), by tensor, as Euclidean norms.
-    `missed` counts the rounds since the last accepted one: 1 when none was missed. `snapshots`
-    holds, for each accepted round in which the warm-up was run, (mean, std, largest magnitude) of
-    every tensor after each of its steps, the model as received first.
+    `state` is the last accepted model; `own` the size of the client's own last update, by tensor,
+    as Euclidean norms. `anchor` is an older accepted model, `age` rounds before the last one, and
+    `since` the sum of the client's own updates since then. `missed` counts the rounds since the
+    last accepted one: 1 when none was missed. `digests` are those of the accepted models, oldest
+    first. `snapshots` holds, for each accepted round in which the warm-up was run, (mean, std,
+    largest magnitude) of every tensor after each of its steps, the model as received first.
+    `secret` is the client's own: what it samples is drawn from it.
     """
 
     state: Named
     rounds: int
     own: Mapping[str, float]
-    steps: tuple[Mapping[str, float], ...] = ()
+    anchor: Named = field(default_factory=dict)
+    since: Mapping[str, float] = field(default_factory=dict)
+    age: int = 0
     missed: int = 1
+    digests: tuple[str, ...] = ()
     snapshots: tuple[tuple[Mapping[str, tuple[float, float, float]], ...], ...] = ()
+    secret: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.attacks._gate import Gate
 from leakgauge.attacks._objectives import Distance, dot
-from leakgauge.errors import InputError
+from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import State, advance, logits, loss, minibatches, ready, start
 from leakgauge.types import LocalTraining, Observation
 
@@ -148,6 +148,22 @@ class Engine:
         self._finer: Engine | None = None
         if self._auto and self._trust.coarse and dtype == torch.float32:
             self._finer = self._in_double()
+        if dtype == torch.float64:
+            self._try_double(seen)
+
+    def _try_double(self, seen: Observation) -> None:
+        """Refuse a model that cannot be run in float64."""
+        values = dict(zip(self._names, self._weights, strict=True)) | self._buffers
+        blank = torch.zeros(len(self._steps[0]), *seen.shape, dtype=self.dtype, device=self.device)
+        try:
+            with torch.no_grad():
+                logits(self._model, values, blank, self.training)
+        except RuntimeError as error:
+            raise NotApplicable(
+                "gradients are matched or checked in float64, in which this model's forward fails "
+                f"({error}): let it take its precision from its input, as in .to(x.dtype) instead "
+                "of .float()"
+            ) from error
 
     @property
     def mode(self) -> str:
@@ -312,9 +328,7 @@ class Engine:
             gradient = _grad(objective, weights, create_graph=True)
             guess = self._decayed([g.detach().clone() for g in gradient])
             value, v = distance(guess, self.target)
-            moving = [(g, d) for g, d in zip(gradient, v, strict=True) if g.requires_grad]
-            outputs, seeds = zip(*moving, strict=True)
-            return _slope(value, torch.autograd.grad(outputs, free, seeds))
+            return _slope(value, _pulled(gradient, free, v))
 
     def _difference(
         self, inputs: Tensor, labels: Tensor, distance: Distance, central: bool, stride: float
@@ -350,7 +364,8 @@ class Engine:
         they require it, and by the free tensors."""
         with self._gates[step].replay():
             objective = self._loss(weights, *self._batch(step, *_filled(free, labels)), step)
-        return list(_grad(objective, [*(w for w in weights if w.requires_grad), *free]))
+        found = _pulled((objective,), [*free, *(w for w in weights if w.requires_grad)])
+        return [*found[len(free) :], *found[: len(free)]]
 
     def _unroll(self, inputs: Tensor, labels: Tensor, replay: bool = False) -> list[State]:
         """The states before each local step and after the last."""
@@ -395,14 +410,12 @@ class Engine:
             with sdpa_kernel(SDPBackend.MATH):
                 with self._gates[t].replay() if replay else nullcontext():
                     after = self._step(state.with_tensors(leaves), t, *_filled(free, labels))
-                pulled = torch.autograd.grad(
-                    after.tensors(), [*leaves, *free], adjoint, materialize_grads=True
-                )
-            adjoint = list(pulled[: len(leaves)])
-            total = [a + b for a, b in zip(total, pulled[len(leaves) :], strict=True)]
+                pulled = _pulled(after.tensors(), [*free, *leaves], adjoint)
+            adjoint = pulled[len(free) :]
+            total = [a + b for a, b in zip(total, pulled[: len(free)], strict=True)]
         return _slope(value, total)
 
-    def _pulled(
+    def _before(
         self, state: State, gradient: Sequence[Tensor], adjoint: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The adjoint of the state before a step of the optimiser and that of its gradient, from
@@ -445,7 +458,7 @@ class Engine:
         for t in reversed(range(len(walked))):
             state, here = walked.pop()
             # Through the optimiser exactly, through the gradient by a difference along its adjoint.
-            adjoint, a = self._pulled(state, here[:n], adjoint)
+            adjoint, a = self._before(state, here[:n], adjoint)
             span = step = self._stretched(stride, a)
             # What lies before the first step needs no derivative.
             side = _leaves if t else list
@@ -501,6 +514,28 @@ def _grad(
 ) -> tuple[Tensor, ...]:
     """The gradient, zero where the loss does not use a parameter (as in `fl.local.train`)."""
     return torch.autograd.grad(objective, wanted, create_graph=create_graph, materialize_grads=True)
+
+
+def _pulled(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The derivative by all that is wanted, the candidates first; zero by what plays no part."""
+    moving = [i for i, output in enumerate(outputs) if output.requires_grad]
+    found: Sequence[Tensor | None] = (None,)
+    if moving:
+        found = torch.autograd.grad(
+            [outputs[i] for i in moving],
+            wanted,
+            [seeds[i] for i in moving] if seeds else None,
+            allow_unused=True,
+        )
+    if found[0] is None:
+        raise NotApplicable(
+            "gradients are matched by their derivative by the image, and here they have none: the "
+            "model's forward cuts it off (detach() or no_grad()). An attacker would leave that "
+            "out: to audit the model, freeze layers by requires_grad_(False) instead"
+        )
+    return [torch.zeros_like(w) if f is None else f for f, w in zip(found, wanted, strict=True)]
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:

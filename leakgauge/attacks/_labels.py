@@ -48,7 +48,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._layers import last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, ready
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
@@ -89,9 +89,10 @@ class StandIns:
 
 @dataclass(frozen=True)
 class Head:
-    """The last layer's part of the update, as a gradient."""
+    """The last layer's part of the update, as a gradient: None where the update does not hold it
+    for this layer alone."""
 
-    weight_gradient: Tensor  # (C, F)
+    weight_gradient: Tensor | None  # (C, F)
     bias_gradient: Tensor | None  # (C,)
     records: int
     is_gradient: bool  # false where the optimiser rescaled it entry by entry
@@ -119,7 +120,10 @@ def knowledge(rule: LabelRule) -> frozenset[Knowledge]:
 
 
 def idlg(head: Head) -> Tensor:
-    """The one class whose gradient row points against the (non-negative) features."""
+    """The label of a single record: the class that was pushed up.
+
+    Its row of the gradient points against the (non-negative) features.
+    """
     if head.records != 1:
         raise NotApplicable(
             f"the iDLG rule reads the label of one record, this update covers {head.records}: "
@@ -127,13 +131,16 @@ def idlg(head: Head) -> Tensor:
         )
     strength = head.bias_gradient
     if strength is None:
-        strength = head.weight_gradient.sum(1)
+        strength = _rows(head, "idlg").sum(1)
     return _once(strength.argsort()[:1], len(strength))
 
 
 def yin(head: Head) -> Tensor:
-    """The classes with the most negative entry in their row."""
-    strength = head.weight_gradient.min(1).values
+    """Each class at most once: those that were pushed up most.
+
+    They have the most negative entry in their row.
+    """
+    strength = _rows(head, "yin").min(1).values
     if head.records > len(strength):
         raise NotApplicable(
             f"Yin's rule gives every class at most once, but the update covers {head.records} "
@@ -143,16 +150,19 @@ def yin(head: Head) -> Tensor:
 
 
 def fedleak(head: Head) -> Tensor:
-    """Smallest row sums; beyond one record a class, counts by the row sums below the maximum.
+    """Classes in order of their row sums.
+
+    The smallest first; beyond one record per class, counts by the row sums below the maximum.
 
     The printed formula subtracts "max W" element by element; we read it as the largest entry of
     the weight gradient.
     """
-    strength = head.weight_gradient.sum(1)
+    rows = _rows(head, "fedleak")
+    strength = rows.sum(1)
     order = strength.argsort()
     if head.records <= len(strength):
         return _once(order[: head.records], len(strength))
-    below = (head.weight_gradient - head.weight_gradient.max()).sum(1)
+    below = (rows - rows.max()).sum(1)
     counts = (head.records * below / below.sum()).floor().long()
     for i in range(head.records - int(counts.sum())):
         counts[order[i % len(order)]] += 1
@@ -160,7 +170,10 @@ def fedleak(head: Head) -> Tensor:
 
 
 def counts(head: Head) -> Tensor:
-    """n_c = n(p̄_c − ∂b_c), rounded to whole counts that sum to n."""
+    """How many records of each class, also with repeats.
+
+    n_c = n(p̄_c − ∂b_c), rounded to whole counts that sum to n.
+    """
     if not head.is_gradient:
         raise NotApplicable(
             "labels are counted from a sum of gradients, and an update by Adam is not one: use a "
@@ -193,6 +206,16 @@ RULES: dict[str, Callable[[Head], Tensor]] = {
     "fedleak": fedleak,
     "counts": counts,
 }
+
+
+def _rows(head: Head, rule: str) -> Tensor:
+    """The rows of the last layer's weight gradient."""
+    if head.weight_gradient is None:
+        raise NotApplicable(
+            f"the rule {rule!r} reads the weight gradient of the last layer, and here that weight "
+            "is frozen or shared with other layers: use the rule 'counts'"
+        )
+    return head.weight_gradient
 
 
 def _once(chosen: Tensor, classes: int) -> Tensor:
@@ -228,6 +251,8 @@ def _mean_softmax(
     features = torch.einsum("w,wnf->nf", crowd.importance, torch.stack(crowd.features))
     centre, middle = features.mean(0), p.mean(0)
     own = _covariance(p)
+    if head.weight_gradient is None:
+        return middle, (GAP**2 + 1 / n) * own
     cross = (p - middle).T @ (features - centre) / len(p)
     size = max(float(bias_gradient @ bias_gradient), 1e-30)
     mean_feature = bias_gradient @ (head.weight_gradient - cross) / size
@@ -252,7 +277,7 @@ def _pull(head: Head, crowd: StandIns, p: Tensor) -> tuple[Tensor, Tensor]:
     features = torch.cat(crowd.features)
     u = _constant_functional(features)
     # Both observations are Σ_i S_iᵀ(p_i − [y_i]) for slopes S that vary from record to record.
-    seen = n * head.weight_gradient @ u
+    seen = n * _rows(head, "counts") @ u
     varying = float((features @ u).var()) + 1e-6
     prior = n / classes * eye + n**2 * GAP**2 * _covariance(p)
     pull = seen
@@ -358,10 +383,10 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
         lower, slopes = None, torch.zeros(())
         for share, weight in zip(places[some].tolist(), importance.tolist(), strict=True):
             values = {n: p - share * seen.update[n] for n, p in floats.items()}
-            features.append(_features(model, values, images, layer.module))
-            weights.append(values[layer.weight].double())
-            zero = weights[-1].new_zeros(len(weights[-1]))
-            biases.append(values[layer.bias].double() if layer.bias else zero)
+            entered, its_weight, its_bias = _features(model, values, images, layer.module)
+            features.append(entered)
+            weights.append(its_weight)
+            biases.append(its_bias)
             if layer.bias is None:
                 lower, here = _slopes(model, values, images[:PROBES], layer.module)
                 slopes = slopes + weight * here
@@ -369,7 +394,7 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
         return StandIns(tuple(weights), tuple(biases), tuple(features), importance, below)
 
     return Head(
-        gradient(layer.weight),
+        gradient(layer.weight) if layer.weight else None,
         gradient(layer.bias) if layer.bias else None,
         records,
         training.optimiser == "sgd",
@@ -411,17 +436,26 @@ def _even(batches: list[Tensor], pulls: Tensor, records: int) -> bool:
     return bool((share.max() - share.min()) < 1e-9 * share.max())
 
 
-def _features(model: nn.Module, values: Named, inputs: Tensor, head: str) -> Tensor:
-    """What enters the head."""
+def _features(
+    model: nn.Module, values: Named, inputs: Tensor, head: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What enters the head, and the weight and bias (zeros if it has none) that it runs with:
+    `values` need not hold them, or may hold them under another layer's name."""
     caught: list[Tensor] = []
-    handle = model.get_submodule(head).register_forward_hook(
-        lambda module, args, output: caught.append(args[0].detach())
-    )
+    held: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        caught.append(args[0].detach())
+        assert isinstance(module, nn.Linear)
+        bias = output.new_zeros(output.shape[1]) if module.bias is None else module.bias
+        held.update(weight=module.weight.detach().double(), bias=bias.detach().double())
+
+    handle = model.get_submodule(head).register_forward_hook(note)
     with torch.no_grad():
         for part in torch.split(inputs, PROBES):
             torch.func.functional_call(model, values, (part,))
     handle.remove()
-    return torch.cat(caught).double()
+    return torch.cat(caught).double(), held["weight"], held["bias"]
 
 
 def _slopes(
@@ -441,10 +475,11 @@ def _slopes(
 
         return layer.register_forward_hook(pass_on)
 
+    told = values.keys() - shared(model)
     handles = [
         watch(f"{name}.bias", layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in values
+        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in told
     ]
     with torch.enable_grad():
         logits = torch.func.functional_call(model, values, (inputs,)).sum(0)

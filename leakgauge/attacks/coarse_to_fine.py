@@ -44,6 +44,8 @@ LATE = 0.6  # share of the coarse stage after which λ₁ is on
 
 @dataclass(frozen=True)
 class CoarseToFine:
+    """Finds the direction first, then the detail (Zhu 2025)."""
+
     iterations: int = 600
     coarse: float = 0.5  # share of the iterations
     lr: float = 0.1

@@ -52,6 +52,8 @@ KERNELS = 96
 
 @dataclass(frozen=True)
 class FedAvgEpochs:
+    """Matches whole epochs of local training (Dimitrov 2022)."""
+
     iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-4  # α

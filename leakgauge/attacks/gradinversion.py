@@ -46,6 +46,8 @@ ROUNDS = 4  # the paper switches the consensus on after a quarter of the iterati
 
 @dataclass(frozen=True)
 class GradInversion:
+    """Matches gradients with several image priors (Yin 2021)."""
+
     iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-3

@@ -34,6 +34,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class HFGradInv:
+    """Matches late layers first, then all of them (Ye 2024)."""
+
     iterations: int = 500
     lr: float = 0.1
     stages: int = 4

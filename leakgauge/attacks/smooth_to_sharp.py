@@ -73,7 +73,9 @@ GENERATOR = (0.05, 0.25)
 
 @dataclass(frozen=True)
 class SmoothToSharp:
-    """`lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
+    """Finds a smooth image, then sharpens it (our own).
+
+    `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
     L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
     `errors` off the candidates' own errors are taken in all stages."""
 
@@ -156,6 +158,8 @@ def errors_of(seen: Observation, labels: Tensor) -> Tensor:
     head = last_linear(seen.model, seen.shape)
     if head.bias is None:
         raise NotApplicable("the last layer has no bias to read them from")
+    if not any(value.dim() > 1 for value in seen.update.values()):
+        raise NotApplicable("only biases and norms are trained: errors alone make their gradients")
     if len(minibatches(records, training)) > 1 or training.optimiser != "sgd":
         raise NotApplicable("the update is not one step of SGD")
     shrunk = decay(training, 1) * seen.model.get_parameter(head.bias).detach()

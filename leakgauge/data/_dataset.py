@@ -18,6 +18,7 @@ from leakgauge.errors import DataError
 from leakgauge.types import Dataset
 
 Array = Tensor | NDArray[Any]
+MOST_CLASSES = 100_000  # the largest public sets have some 20 000
 
 
 def make_dataset(
@@ -32,7 +33,14 @@ def make_dataset(
             f"{len(targets)} labels."
         )
     top = int(targets.max())
+    if max(top + 1, len(classes or ())) > MOST_CLASSES:
+        raise DataError(
+            f"{name}: expected at most {MOST_CLASSES:,} classes, got "
+            f"{max(top + 1, len(classes or ())):,} (labels are 0 to {top:,} in {len(targets):,} "
+            "records); number the classes from 0 without gaps."
+        )
     names = tuple(str(k) for k in range(top + 1)) if classes is None else tuple(classes)
+    names = tuple(c.encode(errors="replace").decode() for c in names)  # of files: may be no text
     if top >= len(names):
         raise DataError(
             f"{name}: labels must be below the number of classes ({len(names)}), got {top}; "

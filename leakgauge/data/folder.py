@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from leakgauge.data._dataset import make_dataset
-from leakgauge.data._options import as_path, check_count
+from leakgauge.data._options import as_path, check_count, check_memory
 from leakgauge.errors import DataError, PlanError
 from leakgauge.types import Dataset
 
@@ -27,7 +27,10 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")
 
 
 def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dataset:
-    """All images below `path`, (N, channels, size, size); one channel is grey."""
+    """Your own images: one sub-folder of `path` per class.
+
+    All of them, (N, channels, size, size); one channel is grey.
+    """
     check_count("size", size)
     if channels not in (1, 3):
         raise PlanError(f"channels must be 1 (grey) or 3 (colour), got {channels!r}.")
@@ -42,6 +45,7 @@ def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dat
             "a sub-folder named after it (two classes at least)."
         )
     files = [(label, file) for label, d in enumerate(classes) for file in _some_images(d)]
+    check_memory("folder", len(files), (channels, size, size))
     images = np.stack([_read(file, size, channels) for _, file in files])
     labels = np.asarray([label for label, _ in files])
     return make_dataset(

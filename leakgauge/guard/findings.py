@@ -14,6 +14,7 @@ from typing import Any
 
 from scipy.stats import beta
 
+from leakgauge.config import optional
 from leakgauge.files import write_atomic, write_json
 
 Records = list[dict[str, Any]]
@@ -69,6 +70,9 @@ def summarise(records: Records, facts: dict[str, Any]) -> dict[str, Any]:
             {k: r[k] for k in ("attack", "host", "runs")}
             for r in records
             if r["kind"] == "recovery"
+        ],
+        "studied": [
+            {k: r[k] for k in ("attack", "runs")} for r in records if r["kind"] == "studied"
         ],
         "exposed": dict(_exposed(records)),
         "policies": {
@@ -238,11 +242,27 @@ def markdown(result: dict[str, Any]) -> str:
         said = ", ".join("–" if one["said"] is None else f"{one['said']:.0f}" for one in r["runs"])
         got = ", ".join(f"{one['recovered']} of {one['records']}" for one in r["runs"])
         lines.append(f"| {r['attack']} | {r['host']} | {said} | {got} |")
+    lines += [
+        "",
+        "| a server that studied the guard | verdict | fired | guard said | read above 50 dB | "
+        "with noise: above 50 dB | above 20 dB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in result["studied"]:
+        runs = r["runs"]
+        verdicts = _counts(dict(Counter(one["decision"] for one in runs)))
+        fired = ", ".join(dict.fromkeys(test for one in runs for test in one["fired"])) or "–"
+        counts = [
+            ", ".join(f"{one[key]:.0f}" for one in runs)
+            for key in ("said", "plain", "noised", "noised_seen")
+        ]
+        lines.append(f"| {r['attack']} | {verdicts} | {fired} | {' | '.join(counts)} |")
     return "\n".join(lines) + "\n"
 
 
 def _counts(one: dict[str, Any]) -> str:
-    parts = [f"{one[name]} {name}" for name in ("REJECT", "EXPOSED", "ACCEPT") if one.get(name)]
+    names = ("REJECT", "EXPOSED", "INCONCLUSIVE", "ACCEPT")
+    parts = [f"{one[name]} {name}" for name in names if one.get(name)]
     return ", ".join(parts) or "–"
 
 
@@ -254,8 +274,7 @@ def write(result: dict[str, Any], records: Records, out: Path) -> None:
 
 def figure(records: Records, path: Path) -> None:
     """Every score as a multiple of its threshold: honest rounds above, attacks below."""
-    from matplotlib.figure import Figure  # slow to import; without pyplot, no backend is chosen
-
+    drawing = optional("matplotlib.figure", "figures", "the figure of the evaluation")
     benign = _lines(records, "benign")
     attacked = [line for line in _lines(records, "attacked") if line["decision"]]
     names = [
@@ -263,7 +282,7 @@ def figure(records: Records, path: Path) -> None:
         for test in _names(benign + attacked)
         if test != "structure" and _threshold(test, benign + attacked) > 0
     ]
-    page = Figure(figsize=(9, 0.5 * len(names) + 1.2), layout="constrained")
+    page = drawing.Figure(figsize=(9, 0.5 * len(names) + 1.2), layout="constrained")
     axes = page.subplots()
     groups = (
         ("honest", benign, "#2b6cb0", -0.26),

@@ -30,18 +30,27 @@ PSNR_CAP = 150.0
 
 
 def mse(guess: Tensor, truth: Tensor) -> Tensor:
-    """Mean squared error of each sample: (N,), float64."""
+    """Mean squared error per image: lower is closer.
+
+    (N,), float64.
+    """
     guess, truth = checked_pair(guess, truth)
     return (guess - truth).square().flatten(1).mean(1)
 
 
 def psnr(guess: Tensor, truth: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each sample in decibels, at most `PSNR_CAP`: (N,), float64."""
+    """Peak signal-to-noise ratio per image, in dB: higher is closer.
+
+    At most `PSNR_CAP`: (N,), float64.
+    """
     return _decibels(mse(guess, truth))
 
 
 def affine_psnr(guess: Tensor, truth: Tensor) -> Tensor:
-    """PSNR of each sample after its best scale and shift, at most `PSNR_CAP`: (N,), float64."""
+    """PSNR per image after its best change of brightness and contrast.
+
+    At most `PSNR_CAP`: (N,), float64.
+    """
     guess, truth = checked_pair(guess, truth)
     content, target = _content(guess), _centred(truth)
     scale = (content * target).sum(1, keepdim=True) / _energy(content)

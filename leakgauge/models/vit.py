@@ -80,6 +80,8 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    """Vision transformer on square patches."""
+
     def __init__(
         self,
         shape: tuple[int, int, int],

@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, unnormalised
 from leakgauge.types import (
@@ -55,7 +56,9 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class Decepticons:
-    """`scale` is s; None: units^−½ for a ReLU, 1e5 for others, since a GELU is a ReLU from afar.
+    """A transformer whose update holds its tokens (Fowl 2023).
+
+    `scale` is s; None: units^−½ for a ReLU, 1e5 for others, since a GELU is a ReLU from afar.
 
     `voice` is the share of the tokens in what the class token becomes. At 1 records are told apart
     best; at 0.01 local steps move the weights less, so that more than one step can be read.
@@ -420,6 +423,10 @@ def _check(model: nn.Module) -> None:
         )
     if not all(p.requires_grad for n, p in model.named_parameters() if ".mlp.fc1." in n):
         raise NotApplicable("Decepticons reads `mlp.fc1`, and here it is frozen: it is never sent")
+    if tied := sorted(name for name in shared(model) if name.startswith("blocks.")):
+        raise NotApplicable(
+            f"Decepticons gives every block weights of its own, and {tied[0]!r} is shared"
+        )
     if _is_vision(model):
         dim, *patch = model.get_parameter("patch_embed.proj.weight").shape
         numbers = patch[0] * patch[1] * patch[2]

@@ -60,7 +60,10 @@ FILE = "seer.safetensors"  # in the option `folder`
 
 @dataclass(frozen=True)
 class Seer:
-    """`folder` keeps the training, every `every` steps, and continues what it finds there."""
+    """A trained model lets one record through (Garov 2024).
+
+    `folder` keeps the training, every `every` steps, and continues what it finds there.
+    """
 
     steps: int = 2500
     lr: float = 1e-3
