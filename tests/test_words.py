@@ -140,3 +140,22 @@ def test_the_label_rules_are_all_described():
         *LABEL_RULES,
         "known",
     }
+
+
+def test_the_tree_in_contributing_is_that_of_the_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    package = ROOT / "leakgauge"
+    for path in package.iterdir():
+        public = not path.name.startswith(("_", "."))
+        if public and path.is_dir():
+            assert f"leakgauge/{path.name}/" in text
+        elif public and path.suffix == ".py":
+            assert re.search(rf"\b{path.name}\b", text), path.name
+    for named in re.findall(r"^leakgauge/(\S+)", text, re.MULTILINE):
+        assert (package / named).exists(), named
+
+
+def test_pages_name_only_benchmarks_that_exist():
+    for page in PAGES:
+        for named in re.findall(r"benchmarks/[\w.-]+\.(?:py|toml)", page.read_text("utf-8")):
+            assert (ROOT / named).is_file(), f"{page.name}: {named}"
