@@ -1,7 +1,7 @@
 """Reading single records out of the gradient of one layer: rank, window overlap, sparsity.
 
 The weight gradient of a layer, as a matrix (outputs × inputs·k²), is G = L·A: the rows of A are the
-windows the layer saw (P positions of B records; one per record for a linear layer), the columns of L
+windows the layer saw (P positions of B records; one per record in a linear layer), the columns of L
 the error signals at its output. While P·B is below the number of outputs,
 
 1. the right singular vectors V of G span the windows: A = R·Vᵀ;

@@ -82,8 +82,8 @@ def _read(file: Path, size: int, channels: int) -> NDArray[np.uint8]:
             with Image.open(file, formats=FORMATS) as image:
                 if image.mode.startswith(("I", "F")):
                     raise DataError(
-                        f"{file}: expected 8 bits per channel, got mode {image.mode}, which does not "
-                        "say which value is white; save it with 8 bits or use an npz of floats."
+                        f"{file}: expected 8 bits per channel, got mode {image.mode}, which does "
+                        "not say which value is white; save it with 8 bits or use an npz of floats."
                     )
                 upright = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
     except DataError:

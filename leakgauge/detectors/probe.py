@@ -8,7 +8,7 @@ hook on every linear layer and convolution; δ_ij = ∂L/∂z_ij for record i an
     isolation   Unit j isolates record i if |δ_ij| > .99·Σ_i|δ_ij|: then ∂L/∂W_j : ∂L/∂b_j is what
                 the layer saw of record i, exactly. Again on δ_ij − δ_i,j+1 of units sorted by
                 b_j/‖w_j‖, where imprints subtract. The score is the share of records isolated in
-                the worst linear layer but the head; of tokens, where a layer sees several per record.
+                the worst linear layer but the head; of tokens, where a layer sees several of one.
     D-SNR       max over weights W of max_i ‖g_i‖ / (Σ_i‖g_i‖ − max_i‖g_i‖), g_i = δ_iᵀ·a_i the part
                 of ∂L/∂W that passes through slot i. Without batch norm that is the record's own
                 gradient.

@@ -1,7 +1,7 @@
 """Truths beside guesses, small enough to embed, and blurred for good when asked.
 
-A blurred picture is reduced to at most BLOCKS averages per side *before* it enters a report: the file
-holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
+A blurred picture is reduced to at most BLOCKS averages per side *before* it enters a report: the
+file holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
 blurred, since a good guess shows the same person as the truth.
 """
 

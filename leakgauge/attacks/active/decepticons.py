@@ -27,8 +27,8 @@ as these move the weights little: mixtures are refused, not returned.
 Differs from the paper: closed form for images as well; a position is read from each token, where
 the paper matches tokens and positions afterwards; which tokens belong to one record is not encoded
 by attention: the error that reaches a token, divided by the derivative that the server can compute
-for it, is one number per record (`signatures`). Patches not found show the public mean colour, tokens
-−1.
+for it, is one number per record (`signatures`). Patches not found show the public mean colour,
+tokens −1.
 """
 
 from __future__ import annotations
@@ -316,8 +316,8 @@ def _grouped(found: Found, records: int) -> Tensor:
     """The record of every part.
 
     Signatures that follow each other closely form a record; how closely is chosen so that most
-    parts find a place, since a record has one part per position. A part whose place is taken goes to
-    the record with the nearest signature that has it free.
+    parts find a place, since a record has one part per position. A part whose place is taken goes
+    to the record with the nearest signature that has it free.
     """
     record = torch.full((len(found),), -1)
     if not len(found):
