@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from leakgauge.audit.advice import defended
 from leakgauge.report import contents, figures
 from leakgauge.report.contents import Result, Row
 from leakgauge.report.figures import Axis, Mark
@@ -115,7 +116,7 @@ def defences(result: Result) -> Chart:
     axis = figures.psnr_axis([contents.psnr(trade.row)["interval"][1] for trade in trades])
     lines = [
         Line(
-            contents.defended(trade.defence),
+            defended(trade.defence),
             ", ".join(
                 [*([f"round {trade.round}"] if several else []),
                  *([trade.settings] if trade.settings else []), trade.row["attack"]]
@@ -143,7 +144,7 @@ def defences(result: Result) -> Chart:
 
 def _where(result: Result, row: Row) -> str:
     several = contents.several_rounds(result)
-    return contents.defended(row["defence"]) + (f" · round {row['round']}" if several else "")
+    return defended(row["defence"]) + (f" · round {row['round']}" if several else "")
 
 
 def _key(entry: Row) -> tuple[int, str, str]:

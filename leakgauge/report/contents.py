@@ -135,13 +135,13 @@ def key_figures(result: Result) -> list[Figure]:
         Figure(
             "Typical picture",
             capped(worst["median"]),
-            "how like the records the strongest attack's pictures are (median PSNR)",
+            "median likeness (PSNR) of the strongest attack's pictures",
             f"a mean picture, which shows nothing of the record, has {capped(base)}",
         ),
         Figure(
             "Worst picture",
             capped(worst["most"]),
-            f"the most like its record of {worst['records']:,}",
+            f"the picture most like its record, of {worst['records']:,}",
             "attacking more records can only raise it",
         ),
     ]
@@ -430,7 +430,7 @@ def inapplicable(result: Result) -> str | None:
         return None
     more = f" and {len(parts) - MOST_LISTED} more" if len(parts) > MOST_LISTED else ""
     return (
-        f"Does not apply here: {', '.join(parts[:MOST_LISTED])}{more}. Why stands under "
+        f"Does not apply here: {', '.join(parts[:MOST_LISTED])}{more}. The reasons stand under "
         "“Attacks run and not run”."
     )
 

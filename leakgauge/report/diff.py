@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from leakgauge.audit.advice import defended
 from leakgauge.audit.summary import capped, derived
 from leakgauge.audit.verdict import CAP
 from leakgauge.errors import InputError
@@ -156,7 +157,7 @@ def _counts(row: Row) -> bool:
 
 def _place(key: Key) -> str:
     stage, defence, attack = key
-    return f"{attack}, {contents.defended(defence)}, round {stage}"
+    return f"{attack}, {defended(defence)}, round {stage}"
 
 
 def _worse_row(place: str, old: Row | None, new: Row) -> list[str]:

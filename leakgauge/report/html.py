@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from leakgauge.audit.advice import defended
 from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
 from leakgauge.report.contents import Images, Result
 from leakgauge.report.gists import gists
@@ -40,7 +41,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         risks=contents.RISKS,
         decibels=wording.decibels,
         percent=wording.percent,
-        defended=contents.defended,
+        defended=defended,
         svg=figures.svg,
         scale=figures.scale,
         images=images,

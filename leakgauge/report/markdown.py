@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from leakgauge.audit.advice import defended
 from leakgauge.report import annex, contents, pictures, references, wording
 from leakgauge.report.contents import Result
 
@@ -192,7 +193,7 @@ def _trades(trades: list[contents.Trade]) -> list[str]:
         (
             (
                 str(trade.round),
-                escape(f"{contents.defended(trade.defence)} {trade.settings}".rstrip()),
+                escape(f"{defended(trade.defence)} {trade.settings}".rstrip()),
                 escape(trade.row["attack"]),
                 wording.decibels(contents.psnr(trade.row)["median"]),
                 trade.state,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
+from leakgauge.audit.advice import defended
 from leakgauge.config import optional
 from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
 from leakgauge.report.charts import Chart
@@ -113,6 +114,7 @@ def _document(result: Result) -> FPDF:
     pdf.add_font("sans", "B", fonts / "DejaVuSans-Bold.ttf")
     pdf.add_font("mono", "", fonts / "DejaVuSansMono.ttf")
     pdf.set_margin(16)
+    pdf.c_margin = 0  # words begin where boxes and pictures do
     pdf.set_auto_page_break(True, 16)
     # The same result gives the same bytes: the date is that of the audit, not of the printing.
     pdf.set_creation_date(_date(result["times"]["finished"]))
@@ -212,8 +214,8 @@ def _card(pdf: FPDF, figure: contents.Figure, top: float, width: float, dry: boo
     """One key figure; its height."""
     x, y = pdf.get_x(), top + 2.2
     for words, size, bold, colour in (
-        (figure.label, 7.5, True, MUTED),
-        (figure.value, 13, True, INK),
+        (figure.label, 7, True, MUTED),
+        (figure.value, 11.5, True, INK),
         (figure.note, 7.5, False, INK),
         (figure.against, 7, False, MUTED),
     ):
@@ -234,7 +236,7 @@ def _lines(
     height = pdf.multi_cell(width, step, text, align="L", dry_run=True, output="HEIGHT")
     if not dry:
         pdf.multi_cell(width, step, text, align="L")
-    return float(height)
+    return cast(float, height)
 
 
 def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
@@ -276,7 +278,7 @@ def _findings(pdf: FPDF, result: Result) -> None:
     found = contents.findings(result)
     rows: list[Sequence[str]] = []
     for finding in found[:MOST_ROWS]:
-        where = f"{contents.defended(finding.defence)}, round {finding.round}"
+        where = f"{defended(finding.defence)}, round {finding.round}"
         if finding.state:
             rows += [(f"{finding.attack}, {where}", *["–"] * 7), (finding.state,)]
             continue
@@ -334,7 +336,7 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
             if content := pictures.png(folder, name, images):
                 pdf.image(content, x + k * (side + 1), top, side, side, keep_aspect_ratio=True)
         pdf.set_xy(x, top + side)
-        where = contents.defended(pair.trial["defence"])
+        where = defended(pair.trial["defence"])
         caption = f"{wording.decibels(pair.leak)} {pair.trial['attack']}, {where}"
         _text(pdf, wording.shortened(caption, 60), size=6, width=width)
     pdf.set_xy(pdf.l_margin, top + height)
