@@ -24,7 +24,7 @@ PAGES = [
 SOURCES = sorted((ROOT / "leakgauge").rglob("*.py"))
 
 COUNTED = (
-    "attack|batch|bin|channel|class|client|column|commit|epoch|file|image|iteration|label|layer|"
+    "attack|batch|bin|channel|class|client|column|commit|epoch|file|guess|image|iteration|label|layer|"
     "method|metric|paper|parameter|pixel|position|record|round|row|run|sample|second|seed|side|"
     "stage|step|token|trial|unit|update"
 )
