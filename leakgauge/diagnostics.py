@@ -142,5 +142,5 @@ def pearson(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -
     a, b = a - a.mean(), b - b.mean()
     scale = float(a.norm() * b.norm())
     if not scale:
-        raise InputError("correlation: one of the two lists is constant, so there is none to find")
+        raise InputError("correlation: one of the two lists is constant, so it has no correlation")
     return float(a @ b) / scale

@@ -139,7 +139,7 @@ class Resources:
     """Where and how long an attack may compute: parameters of the run, never of the method.
 
     `dtype=None` leaves the precision to the attack; `progress(done, total, objective)` is called
-    once an iteration.
+    once per iteration.
     """
 
     device: str = "cpu"
@@ -152,7 +152,7 @@ class Resources:
 class Reconstruction:
     """An attack's guess with the attack's own residual: it never knew how good the guess is.
 
-    `history` is its objective an iteration, `distances` the gradient distance in it.
+    `history` is its objective per iteration, `distances` the gradient distance in it.
     """
 
     inputs: Tensor
@@ -295,6 +295,6 @@ Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 
 
 class Metric(Protocol):
-    """Scores guesses (N, C, H, W) against truths of the same shape, one score a sample: (N,)."""
+    """Scores guesses (N, C, H, W) against truths of the same shape, one score per sample: (N,)."""
 
     def __call__(self, guess: Tensor, truth: Tensor) -> Tensor: ...

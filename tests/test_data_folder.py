@@ -122,7 +122,7 @@ def test_a_decompression_bomb_is_an_error(pictures, monkeypatch, share):
 def test_sixteen_bits_are_refused_and_not_clipped(tmp_path):
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "a" / "x.png")
-    with pytest.raises(DataError, match="8 bits a channel, got mode I"):
+    with pytest.raises(DataError, match="8 bits per channel, got mode I"):
         load("folder", path=tmp_path)
 
 

@@ -11,11 +11,11 @@ Three ways to compute it:
 - `fast`: (∇_x L(x, w + εv) − ∇_x L(x, w)) / ε with ε = c‖w‖/‖v‖. The second term falls out of the
   backward pass that gives g', so a step costs one and a half ordinary backward passes. ReLUs and
   max-pools keep the choices of the first pass (see _gate.py), else the difference is useless.
-- `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: dearer, more accurate.
+- `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: slower, more accurate.
 
 Several local steps, and Adam, are unrolled. Forward keeps the state of each step; backward goes
 through one step at a time, with the adjoint a of its gradient in place of v. `exact` recomputes the
-step with a graph, so memory grows by one copy of the state a step, not by one graph a step. `fast`
+step with a graph, so memory grows by a copy of the state per step, not by a graph. `fast`
 and `central` take ∇_x ⟨a, ∇_w L⟩ and ∇_w ⟨a, ∇_w L⟩ from one difference of both gradients at
 w ± εa; the optimiser's own arithmetic is differentiated exactly. They keep each step's gradient and
 gates too.
@@ -50,7 +50,7 @@ Mode: TypeAlias = Literal["auto", "fast", "central", "exact"]
 TOLERANCE = 4e-3  # relative error of the derivative above which `auto` goes down its ladder
 RECHECK = 250  # derivatives of an attack between two self-checks
 
-# c in ε = c‖w‖/‖v‖, from cheap to dear. Rounding wants a long stride, curvature a short one, and
+# c in ε = c‖w‖/‖v‖, from cheap to costly. Rounding wants a long stride, curvature a short one, and
 # batch norm in train mode is much more curved than in eval mode. Very deep and thin networks with
 # hardly any curvature (MobileNetV2, eval mode) want the longest of all.
 LADDER: dict[torch.dtype, tuple[tuple[Literal["fast", "central"], float], ...]] = {

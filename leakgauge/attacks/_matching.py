@@ -67,7 +67,7 @@ class Blend:
     """The gradient used is (1 − weight)·∇D(x) + weight·∇D(x')  (FedLeak, Eq. 14).
 
     x' = x + reach·∇D/‖∇D‖ for each image (`to="slope"`, Eq. 13, uphill as printed), or the point
-    after one step of the optimiser (`to="step"`). It costs a second evaluation an iteration.
+    after one step of the optimiser (`to="step"`). It costs a second evaluation per iteration.
     """
 
     weight: float = 0.7

@@ -1,7 +1,7 @@
 """Reading single records out of the gradient of one layer: rank, window overlap, sparsity.
 
 The weight gradient of a layer, as a matrix (outputs × inputs·k²), is G = L·A: the rows of A are the
-windows the layer saw (P positions of B records; one a record for a linear layer), the columns of L
+windows the layer saw (P positions of B records; one per record in a linear layer), the columns of L
 the error signals at its output. While P·B is below the number of outputs,
 
 1. the right singular vectors V of G span the windows: A = R·Vᵀ;
@@ -35,7 +35,7 @@ RANK = 3e-6  # singular values below this share of the largest are rounding
 GAP = 1e-3  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
 ZERO = 1e-4  # entries of a map below this share of its largest are its zeros
 MISFIT = 1e-2  # share by which what was found may fail to explain what it should
-PROGRAMS = 12  # linear programs a record, at most
+PROGRAMS = 12  # linear programs per record, at most
 SLACK = 1e-6  # by how much rounding may make a zero negative
 ROWS = 1500  # constraints in a linear program to begin with
 
@@ -323,7 +323,7 @@ def common_maps(
 
 
 def sparse_rays(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
-    """The sparse non-negative vectors of a space (pixels × records), one a row."""
+    """The sparse non-negative vectors of a space (pixels × records), one per row."""
     if records == 1:
         return (span * span.sum().sign()).T
     found: list[Tensor] = []

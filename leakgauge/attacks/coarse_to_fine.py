@@ -128,7 +128,7 @@ class CoarseToFine:
 
 
 def tv_weight(scale: int) -> float:
-    """λ_TV of Eq. 3 for images of this many pixels a side; beyond 518 it would be negative."""
+    """λ_TV of Eq. 3 for images of this many pixels per side; beyond 518 it would be negative."""
     return max(0.0, -0.00008 * math.log(scale) + 0.0005)
 
 

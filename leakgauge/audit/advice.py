@@ -224,7 +224,7 @@ def next_steps(
             )
     elif outcome == "failed":
         steps.append(
-            "Read the errors below, mend their cause, and run the same command with --resume: "
+            "Read the errors below, remove their cause, and run the same command with --resume: "
             "finished trials are kept."
         )
     elif outcome == "inconclusive":

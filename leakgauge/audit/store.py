@@ -1,4 +1,4 @@
-"""Where an audit lives on disk: one file a trial, written whole or not at all.
+"""Where an audit lives on disk: one file per trial, written whole or not at all.
 
     OUT/plan.json        the plan and its fingerprint
     OUT/trials/ID.json   one finished trial each
@@ -105,7 +105,7 @@ class Store:
     def done(
         self, trial: str, say: Callable[[str], None] = lambda words: None
     ) -> dict[str, Any] | None:
-        """A finished trial, or None. What is not surely one of this plan is none: `say` is told."""
+        """A finished trial, or None. What may not be of this plan is left out: `say` is told."""
         path = self._path(trial)
         if self._replace or not path.exists():
             return None

@@ -29,7 +29,7 @@ def make_dataset(
     targets = _labels(name, _tensor(name, labels))
     if len(inputs) != len(targets):
         raise DataError(
-            f"{name}: expected one label an image, got {len(inputs)} images and "
+            f"{name}: expected one label per image, got {len(inputs)} images and "
             f"{len(targets)} labels."
         )
     top = int(targets.max())
@@ -87,7 +87,7 @@ def _images(name: str, images: Tensor) -> Tensor:
 
 def _labels(name: str, labels: Tensor) -> Tensor:
     if labels.ndim != 1:
-        raise DataError(f"{name}: labels must be (N,), one a record, got {tuple(labels.shape)}.")
+        raise DataError(f"{name}: labels must be (N,), one per record, got {tuple(labels.shape)}.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise DataError(f"{name}: labels must be whole numbers, got {labels.dtype}.")
     labels = labels.to(torch.int64)

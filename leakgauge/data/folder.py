@@ -40,7 +40,7 @@ def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dat
     classes = sorted(d for d in top.iterdir() if d.is_dir() and not d.name.startswith("."))
     if not classes:
         raise DataError(
-            f"folder: expected one sub-folder a class in {top}, found none "
+            f"folder: expected one sub-folder per class in {top}, found none "
             f"({len(_images(top))} images lie in it directly); move the images of each class into "
             "a sub-folder named after it (two classes at least)."
         )
@@ -82,8 +82,8 @@ def _read(file: Path, size: int, channels: int) -> NDArray[np.uint8]:
             with Image.open(file, formats=FORMATS) as image:
                 if image.mode.startswith(("I", "F")):
                     raise DataError(
-                        f"{file}: expected 8 bits a channel, got mode {image.mode}, which does not "
-                        "say which value is white; save it with 8 bits or use an npz of floats."
+                        f"{file}: expected 8 bits per channel, got mode {image.mode}, which does "
+                        "not say which value is white; save it with 8 bits or use an npz of floats."
                     )
                 upright = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
     except DataError:

@@ -10,7 +10,7 @@ A record is a square crop, resized with antialiasing. Level k = 1, 2, 3, … of 
 short side s holds crops of side 2s/(k+1), half overlapping: k × k of them in a square photograph.
 Level 1 is the whole photograph, level 5 details of a third of it. Nearly constant crops (night sky,
 the middle of the fundus) are left out: a constant image would score 22 dB or more against them, a
-leak that is none. No randomness: the same records every time.
+leak only in name. No randomness: the same records every time.
 
 The files are opened by name in the package's folder. `skimage.data.*` is never called, because it
 may download with pooch.
@@ -74,7 +74,7 @@ def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dat
     ]
     if not records:
         raise PlanError(
-            f"photos: no photograph has {size} pixels a side among {', '.join(wanted)}; "
+            f"photos: no photograph has {size} pixels per side among {', '.join(wanted)}; "
             "choose a smaller size."
         )
     images = np.stack([crop for _, crop in records]).transpose(0, 3, 1, 2)

@@ -48,7 +48,7 @@ class LabelSkew:
         total = len(data.classes)
         if self.classes > total:
             raise InputError(
-                f"label skew of {self.classes} classes a client, but {data.name} has {total}"
+                f"label skew of {self.classes} classes per client, but {data.name} has {total}"
             )
         order = torch.randperm(total, generator=rng).tolist()
         # Walking round the circle of classes uses each about equally often.

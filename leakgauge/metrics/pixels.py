@@ -12,7 +12,7 @@ Facts:
 - Identical images score 150 dB, never infinity, so scores stay averageable and fit in JSON.
   Rounding an image to float32 alone leaves about 158 dB: beyond the cap there is little to tell.
 - The affine fit reads the truth: it is evaluation only. It answers whether the *content* leaked
-  where the update does not carry contrast (batch norm in train mode). One a and one b a sample,
+  where the update does not carry contrast (batch norm in train mode). One a and one b per sample,
   for all channels jointly; a may be negative, for a photographic negative shows its subject.
 - The affine PSNR of any guess, even a constant one, is at least that of the truth's own mean
   grey. Compare it only with the affine PSNR of a no-information guess, never with plain PSNR.

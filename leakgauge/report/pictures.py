@@ -1,7 +1,7 @@
 """Truths beside guesses, small enough to embed, and blurred for good when asked.
 
-A blurred picture is reduced to at most BLOCKS averages a side *before* it enters a report: the file
-holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
+A blurred picture is reduced to at most BLOCKS averages per side *before* it enters a report: the
+file holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
 blurred, since a good guess shows the same person as the truth.
 """
 
@@ -21,7 +21,7 @@ from leakgauge.report.contents import JUDGED, Images, Result
 MOST_PAIRS = 120
 MOST_BYTES = 6_000_000  # of all pictures in one report, as base64
 SIDE = 96  # pixels; larger pictures are scaled down
-BLOCKS = 6  # averages a side that are left of a blurred picture, fewer of a small one
+BLOCKS = 6  # averages per side that are left of a blurred picture, fewer of a small one
 MOST_PIXELS = 64_000_000  # a file that claims more is not decoded
 
 

@@ -132,7 +132,7 @@ def _hand_on(convolution: nn.Module, target: Target, first: bool) -> None:
 
 
 def channelwise(training: LocalTraining, channels: int) -> tuple[Tensor, Tensor]:
-    """The mean and std of the normalisation, one a channel."""
+    """The mean and std of the normalisation, one per channel."""
     mean, std = (torch.tensor(v).expand(channels) for v in (training.mean, training.std))
     return mean, std
 

@@ -9,8 +9,8 @@ then zero outside client k's own columns, and the mean of all updates holds clie
 
     columns of client k in ∂L/∂W_i  =  share_k · Σ_(n of client k) δ_n·x_n
 
-One more channel a client is 1 for its own client and 0 for others: its columns hold Σ δ_n of client
-k alone, by which a record alone in its bin of its client is, as in Robbing the Fed,
+One more channel per client is 1 for its own client and 0 for others: its columns hold Σ δ_n of
+client k alone, by which a record alone in its bin of its client is, as in Robbing the Fed,
 
     x = (∂L/∂W_i − ∂L/∂W_(i+1))_(image of k) / (∂L/∂W_i − ∂L/∂W_(i+1))_(one of k)
 

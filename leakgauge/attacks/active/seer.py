@@ -230,7 +230,7 @@ def shares_of(chosen: int, signs: Tensor) -> Tensor:
 
 
 def objective(rows: Tensor, picture: Tensor, decoder: Named, alpha: float) -> tuple[Tensor, Tensor]:
-    """The loss, and its first term a pixel, from the gradients (3, entries) of `shares_of`."""
+    """The loss, and its first term per pixel, from the gradients (3, entries) of `shares_of`."""
     code = disaggregate(rows, decoder)
     error = (decode(code[0], decoder) - picture).square().mean()
     left = (code[1:] @ decoder["r.weight"].T).square().mean()
