@@ -35,7 +35,7 @@ from leakgauge.detectors import (
 from leakgauge.fl import aggregate
 from leakgauge.fl.local import train
 from leakgauge.fl.partition import Dirichlet
-from leakgauge.tensors import parameters, subtract, weighted_mean
+from leakgauge.tensors import parameters, weighted_mean
 from leakgauge.types import Batch, Detector, History, LocalTraining, Received
 
 CLIENTS, RECORDS = 4, 256
@@ -120,11 +120,11 @@ def remembered(
     memory: History | None, state: dict[str, torch.Tensor], own: dict[str, float], taken: tuple
 ) -> History:
     if memory is None:
-        return History(state, 1, own, snapshots=taken)
-    moved = sizes(subtract({n: state[n] for n in own}, memory.state))
+        return History(state, 1, own, state, own, snapshots=taken)
+    since = {n: memory.since[n] + u for n, u in own.items()}
     return replace(
-        memory, state=state, rounds=memory.rounds + 1, own=own,
-        steps=(*memory.steps, moved), snapshots=memory.snapshots + taken,
+        memory, state=state, rounds=memory.rounds + 1, own=own, since=since, age=memory.age + 1,
+        snapshots=memory.snapshots + taken,
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def cost(host: str) -> dict[str, float]:
     state = model.state_dict()
     own = sizes(update)
     taken = (snapshots(model, batch, TRAINING),) * 3
-    history = History(state, 3, own, (own,) * 3, snapshots=taken)
+    history = History(state, 3, own, state, {n: 3 * u for n, u in own.items()}, 3, snapshots=taken)
     received = Received(state, fresh, model, TRAINING, batch, history, again(host))
     shares = {"epoch": epoch}
     for name, test in (CHEAP | DEAR).items():

@@ -263,7 +263,10 @@ def _watch(progress: Progress) -> audits.Watch:
     def say(words: str) -> None:
         progress.console.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True)
 
-    return audits.Watch(expect, begin, step, end, say)
+    def calibrate(attack: str) -> None:
+        progress.update(whole, description="calibrating", note=f"trying {attack} for a moment")
+
+    return audits.Watch(expect, begin, step, end, say, calibrate)
 
 
 @app.command()
@@ -296,8 +299,8 @@ def check(plan: Annotated[Path, typer.Argument(help="A plan (TOML).")]) -> None:
         table.add_row(one.attack, escape(applies), cost)
     console.print(table)
     console.print(
-        f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds and "
-        f"{found.megabytes:.0f} MB (from a few iterations; expect it to be off by a third)",
+        f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds "
+        f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
     if all(one.reason for one in found.attacks):

@@ -3,7 +3,8 @@
 What a command needs is imported when it runs, so that help is there at once.
 
 Exit codes of `check` and `remember`: 0 the policy lets the client train on this model, 1 EXPOSED
-and refused, 5 REJECT, 2 the command is wrong (no such file, unknown option, unusable data).
+and refused, 4 INCONCLUSIVE (what the policy requires is missing), 5 REJECT, 2 the command is wrong
+or something of your own is (no such file, unknown option, unusable records, a damaged store).
 A file of weights that cannot be read safely is no mistake of the operator's: it is REJECT.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +38,8 @@ app = typer.Typer(
 )
 console = Console(emoji=False, highlight=False)
 aside = Console(emoji=False, highlight=False, stderr=True)  # where --json - leaves stdout alone
-CODES = {"EXPOSED": 1, "REJECT": 5}
+CODES = {"EXPOSED": 1, "INCONCLUSIVE": 4, "REJECT": 5}
+UNSAID = 64  # records of a round, where the policy has no table [training]
 
 Make = Annotated[
     str, typer.Option(help="Your own network, module:callable without arguments. It is run.")
@@ -49,6 +52,16 @@ Size = Annotated[int, typer.Option(min=1, help="Side of the images of a folder."
 PolicyFile = Annotated[Path | None, typer.Option("--policy", help="Your policy (TOML).")]
 Missed = Annotated[
     int, typer.Option(min=1, help="Rounds since the last remembered one, by your own count.")
+]
+First = Annotated[
+    bool, typer.Option("--first", help="You have accepted no round of this training before.")
+]
+Restart = Annotated[
+    str | None,
+    typer.Option(
+        help="Why this model may differ from those you remember (a restored checkpoint, pruning, a "
+        "lost store). Tests against memory are excused, and the reason is logged."
+    ),
 ]
 Json = Annotated[
     str | None, typer.Option("--json", help="Write the verdict to this file; - is stdout.")
@@ -66,15 +79,17 @@ def check(
         Path | None, typer.Option(help="Folder that remembers accepted rounds.")
     ] = None,
     missed: Missed = 1,
+    first: First = False,
+    restart: Restart = None,
     out: Json = None,
 ) -> None:
     """Test a received model. Nothing is changed, and nothing is remembered.
 
     Exit codes: 0 train on it, 1 EXPOSED (an update would show single records; your policy refuses
-    that), 5 REJECT, 2 the command is wrong.
+    that), 4 INCONCLUSIVE (what your policy requires is missing), 5 REJECT, 2 the command is wrong.
     """
-    guard = _guard(make, policy, store)
-    verdict = _verdict(guard, model, _batch(data, size), missed)
+    guard, batch = _guard(make, policy, store, data, size)
+    verdict = _verdict(guard, model, batch, missed, first, restart)
     _tell(verdict, out)
     raise typer.Exit(0 if verdict.train else CODES[verdict.decision])
 
@@ -89,6 +104,8 @@ def remember(
     size: Size = 32,
     policy: PolicyFile = None,
     missed: Missed = 1,
+    first: First = False,
+    restart: Restart = None,
     out: Json = None,
 ) -> None:
     """After training: test the model once more and remember the round, if the policy accepts it.
@@ -97,9 +114,9 @@ def remember(
     """
     from leakgauge.files import read_tensors
 
-    guard = _guard(make, policy, store)
+    guard, batch = _guard(make, policy, store, data, size)
     back = read_tensors(sent)
-    verdict = _verdict(guard, model, _batch(data, size), missed)
+    verdict = _verdict(guard, model, batch, missed, first, restart)
     if verdict.train:
         guard.remember(verdict, back)
     _tell(verdict, out)
@@ -124,6 +141,11 @@ def calibrate(
     if out.exists():
         raise PlanError(f"{out} is there already: name another file")
     settings = policies.read(policy) if policy else policies.Settings()
+    if settings.training is None:
+        raise PlanError(
+            "calibration trains as you do: give --policy with a table [training] (lr, batch_size, "
+            "steps, …)"
+        )
     new, said = calibrated(_make(make), _load(data, size), settings.training, settings.policy)
     notes = said or ["no threshold had to be raised"]
     policies.write(out, policies.Settings(new, settings.training), notes)
@@ -137,14 +159,17 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("guard-evaluation"),
     quick: Annotated[bool, typer.Option("--quick", help="A small one, in seconds.")] = False,
     seed: Annotated[int, typer.Option(help="Of federations, clients and attacks.")] = 0,
+    most: Annotated[
+        int | None, typer.Option(min=0, help="Only so many of the honest federations.")
+    ] = None,
     policy: PolicyFile = None,
 ) -> None:
     """Honest federations and every active attack through the guard: false alarms and misses.
 
-    A minute with --quick, about 25 CPU-minutes without. The same command continues what was
+    A minute with --quick, about 40 CPU-minutes without. The same command continues what was
     interrupted. CIFAR-10 is used where LEAKGAUGE_DATA is set, else built-in photographs.
     """
-    from leakgauge.guard import evaluate as evaluation
+    from leakgauge.guard import evaluate as evaluation  # it needs the attacks, a guard does not
     from leakgauge.guard import findings
     from leakgauge.guard import policy as policies
 
@@ -156,18 +181,31 @@ def evaluate(
             quick=quick,
             seed=seed,
             policy=settings.policy,
+            most=most,
             progress=lambda done, total, name: status.update(f"{done} of {total}: {name}"),
         )
     print(findings.markdown(result))
     console.print(f"result    {escape(str(out / 'result.json'))}", soft_wrap=True)
 
 
-def _guard(make: str, policy: Path | None, store: Path | None) -> Guard:
+def _guard(
+    make: str, policy: Path | None, store: Path | None, data: str | None, size: int
+) -> tuple[Guard, Batch | None]:
     from leakgauge.guard import Guard
     from leakgauge.guard import policy as policies
+    from leakgauge.types import LocalTraining
 
     settings = policies.read(policy) if policy else policies.Settings()
-    return Guard(_make(make), settings.training, policy=settings.policy, store=store)
+    batch = _batch(data, size)
+    training = settings.training
+    if training is None:
+        training = LocalTraining(batch_size=min(UNSAID, len(batch)) if batch else UNSAID)
+        aside.print(
+            "[yellow]note:[/] the policy has no table \\[training]: one step of "
+            f"{training.batch_size} records is probed, without normalisation.",
+            soft_wrap=True,
+        )
+    return Guard(_make(make), training, policy=settings.policy, store=store), batch
 
 
 def _make(spec: str) -> Callable[[], nn.Module]:
@@ -212,20 +250,29 @@ def _load(data: str, size: int) -> Dataset:
     return datasets.load(data)
 
 
-def _verdict(guard: Guard, path: Path, batch: Batch | None, missed: int) -> Verdict:
+def _verdict(
+    guard: Guard,
+    path: Path,
+    batch: Batch | None,
+    missed: int,
+    first: bool,
+    restart: str | None,
+) -> Verdict:
     """The verdict on a file. What cannot be read safely goes no further."""
     from leakgauge.files import read_tensors
     from leakgauge.guard import Verdict
+    from leakgauge.guard import policy as policies
     from leakgauge.types import Detection
 
     if not path.is_file():
         raise PlanError(f"there is no model at {path}: check the path")
     try:
-        state = read_tensors(path)
+        state = read_tensors(path, guard.largest)
     except CheckpointError as error:
         unread = Detection("file", 1.0, 0.0, "reject", str(error))
-        return Verdict("REJECT", False, (unread,), {"everything else": "nothing was read"})
-    return guard.check(state, batch, missed=missed)
+        verdict = Verdict("REJECT", False, (unread,), {"everything else": "nothing was read"})
+        return replace(verdict, policy=policies.digest(guard.policy, guard.training))
+    return guard.check(state, batch, missed=missed, first=first, restart=restart)
 
 
 def _tell(verdict: Verdict, out: str | None) -> None:
@@ -255,6 +302,9 @@ def _tell(verdict: Verdict, out: str | None) -> None:
         page.print(f"[yellow]not tested:[/] {escape(name)}: {escape(reason)}", soft_wrap=True)
     if verdict.exposure:
         page.print(f"self-audit: {escape(verdict.exposure)}", soft_wrap=True)
+    if verdict.override:
+        names = ", ".join(verdict.excused) or "no test"
+        page.print(f"[yellow]restart:[/] {_shown(verdict.override)} (excused: {names})")
     page.print(f"[bold]{_shown(str(verdict))}[/]", soft_wrap=True)
     if out == "-":
         print(json.dumps(verdict.as_dict(), indent=1, ensure_ascii=False, allow_nan=False))

@@ -211,19 +211,25 @@ class ActiveAttack(Attack, Protocol):
 class History:
     """What a client remembers of the rounds it accepted: weights and sizes, never its records.
 
-    `state` is the last accepted model; `own` the size of the client's own last update and `steps`
-    those of the accepted steps from round to round (oldest first), by tensor, as Euclidean norms.
-    `missed` counts the rounds since the last accepted one: 1 when none was missed. `snapshots`
-    holds, for each accepted round in which the warm-up was run, (mean, std, largest magnitude) of
-    every tensor after each of its steps, the model as received first.
+    `state` is the last accepted model; `own` the size of the client's own last update, by tensor,
+    as Euclidean norms. `anchor` is an older accepted model, `age` rounds before the last one, and
+    `since` the sum of the client's own updates since then. `missed` counts the rounds since the
+    last accepted one: 1 when none was missed. `digests` are those of the accepted models, oldest
+    first. `snapshots` holds, for each accepted round in which the warm-up was run, (mean, std,
+    largest magnitude) of every tensor after each of its steps, the model as received first.
+    `secret` is the client's own: what it samples is drawn from it.
     """
 
     state: Named
     rounds: int
     own: Mapping[str, float]
-    steps: tuple[Mapping[str, float], ...] = ()
+    anchor: Named = field(default_factory=dict)
+    since: Mapping[str, float] = field(default_factory=dict)
+    age: int = 0
     missed: int = 1
+    digests: tuple[str, ...] = ()
     snapshots: tuple[tuple[Mapping[str, tuple[float, float, float]], ...], ...] = ()
+    secret: bytes = b""
 
 
 @dataclass(frozen=True)

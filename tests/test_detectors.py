@@ -17,11 +17,13 @@ from leakgauge.detectors import (
     Continuity,
     FirstConv,
     HeadInvariant,
+    Replay,
     Structure,
     Weights,
     fires,
     snapshots,
 )
+from leakgauge.detectors._layers import digest
 from leakgauge.detectors.first_conv import ratio
 from leakgauge.detectors.weights import duplicate_share
 from leakgauge.fl import aggregate
@@ -94,8 +96,9 @@ def hard_case() -> Received:
     training = LocalTraining(lr=0.05, batch_size=8, dropout="replayed")
     own = {n: 0.1 for n, _ in net.named_parameters()}
     taken = snapshots(net, batch, training)
-    history = History(before, 3, own, snapshots=(taken,) * 3)
     sent = fished(net)
+    digests = (digest(sent.state_dict()), digest(before))
+    history = History(before, 3, own, snapshots=(taken,) * 3, digests=digests)
     for p in (*net.parameters(), *sent.parameters()):
         p.grad = torch.ones_like(p)
     return Received(
@@ -241,7 +244,9 @@ BROKEN = {
     "missing": (lambda s: s.pop("fc1.weight"), "fc1.weight"),
     "extra": (lambda s: s.update({"imprint.weight": torch.ones(2)}), "imprint.weight"),
     "shape": (_with("fc1.weight", lambda v: v.T), "fc1.weight"),
-    "dtype": (_with("fc2.bias", Tensor.double), "fc2.bias"),
+    "dtype": (_with("fc2.bias", lambda v: v.to(torch.complex64)), "fc2.bias"),
+    "whole numbers": (_with("fc2.bias", lambda v: v.long()), "fc2.bias"),
+    "overflow": (_with("fc2.bias", lambda v: v.double() + 1e300), "fc2.bias"),
     "nan": (_with("fc1.bias", lambda v: v.clone().fill_(math.nan)), "fc1.bias"),
     "infinite": (_with("fc1.bias", lambda v: v.index_fill(0, torch.tensor(0), -math.inf)),
                  "fc1.bias"),
@@ -338,25 +343,46 @@ def moved(to: float, **memory) -> float:
     return inspected(Continuity(), one_weight(to), history=history)["continuity"].score
 
 
-def steps(*sizes: float) -> tuple[dict[str, float], ...]:
-    return tuple({"weight": size} for size in sizes)
-
-
 def test_continuity_by_hand():
     assert moved(1.3) == pytest.approx(3.0, rel=1e-4)  # own update .1
-    assert moved(1.3, own={"weight": 0.01}, steps=steps(0.2)) == pytest.approx(1.5, rel=1e-4)
-    assert moved(1.3, steps=steps(0.2, 0.05)) == pytest.approx(1.5, rel=1e-4)  # largest step
-    three = steps(0.3, 0.2, 0.1)  # median .2
-    assert moved(1.3, own={"weight": 9.0}, steps=three) == pytest.approx(1.5, rel=1e-4)
-    faster = steps(0.1, 0.2, 0.4)  # median .2, but last step and own update say more
-    assert moved(1.6, own={"weight": 0.3}, steps=faster) == pytest.approx(2.0, rel=1e-4)
-    assert moved(1.6, own={"weight": 9.0}, steps=faster) == pytest.approx(1.5, rel=1e-4)
-    assert moved(1.6, own={"weight": 0.1}, steps=faster) == pytest.approx(3.0, rel=1e-4)
-    many = steps(9.0, 9.0, 9.0, 0.1, 0.1, 0.3, 0.3, 0.3)  # only the last five
-    assert moved(1.3, steps=many) == pytest.approx(1.0, rel=1e-4)
     assert moved(1.3, missed=3) == pytest.approx(1.0, rel=1e-4)
     assert moved(1.3, own={}) == pytest.approx(0.3 / (1e-4 + 1e-8), rel=1e-4)  # the floor
     assert moved(1.0) == 0.0
+
+
+def drifted(to: float, **memory) -> dict[str, Detection]:
+    anchor, since = {"weight": torch.tensor([[0.5]])}, {"weight": 0.4}
+    memory = {"rounds": 9, "own": {"weight": 0.1}, "anchor": anchor, "since": since} | memory
+    history = History({"weight": torch.tensor([[1.0]])}, **memory)
+    return inspected(Continuity(), one_weight(to), history=history)
+
+
+def test_drift_by_hand():
+    """From .5 to 1.3 where the own updates since then sum up to .4."""
+    assert drifted(1.3, age=5)["drift"].score == pytest.approx(2.0, rel=1e-4)
+    assert drifted(1.3, age=5, missed=5)["drift"].score == pytest.approx(1.0, rel=1e-4)
+    assert not fires(drifted(1.69, age=5)["drift"])
+    assert fires(drifted(1.71, age=5)["drift"])
+    assert "drift" not in drifted(1.3, age=1)  # the second round after the anchor
+    assert "drift" in drifted(1.3, age=2)
+    assert "drift" in drifted(1.3, age=0, missed=3)
+    assert "over the last 6 rounds" in drifted(1.3, age=5)["drift"].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_half_precision_is_no_step(dtype):
+    """A network that did not move, sent in half precision."""
+    model = mlp(hidden=(16,))
+    history = History(copy.deepcopy(model.state_dict()), 1, {})
+    half = {n: v.to(dtype) for n, v in model.state_dict().items()}
+    model.load_state_dict(half)
+    case = Received(half, model, model, TRAINING, history=history)
+    (found,) = Continuity().inspect(case, torch.Generator())
+    assert 0 < found.score < 1
+    (found,) = Continuity().inspect(
+        dataclasses.replace(case, state=model.state_dict()), torch.Generator()
+    )
+    assert found.score > 1
 
 
 def test_continuity_names_the_tensor_that_jumped():
@@ -371,10 +397,55 @@ def test_continuity_names_the_tensor_that_jumped():
     assert fires(found)
 
 
-def test_running_statistics_are_not_compared(model):
-    history = History(copy.deepcopy(model.state_dict()), 1, {})
+def test_running_statistics_are_compared_where_the_own_ones_are_known(model):
+    own = {n: 0.1 for n, _ in model.named_parameters()}
+    state = copy.deepcopy(model.state_dict())
     model.norm.running_mean += 100
+    history = History(state, 1, own)
     assert inspected(Continuity(), model, history=history)["continuity"].score == 0.0
+    history = History(state, 1, own | {"norm.running_mean": 0.1})
+    found = inspected(Continuity(), model, history=history)["continuity"]
+    assert (fires(found), found.tensor) == (True, "norm.running_mean")
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-3])
+def test_a_running_variance_must_be_above_zero(model, rng, value):
+    fresh = copy.deepcopy(model)
+    model.norm.running_var[1] = value
+    case = received(model, fresh)
+    (found,) = Structure().inspect(case, rng)
+    assert (fires(found), found.tensor) == (True, "norm.running_var")
+    known = copy.deepcopy(model.state_dict())
+    known["norm.running_var"][1] = 1e-38  # of a channel that is dead
+    (found,) = Structure().inspect(dataclasses.replace(case, history=History(known, 1, {})), rng)
+    assert fires(found) == (value < 0)
+
+
+def test_other_kinds_of_number_are_taken_if_they_say_the_same(model, rng):
+    state = {
+        n: v.half() if v.is_floating_point() else v.double() + 7 for n, v in
+        model.state_dict().items()
+    }  # fmt: skip
+    (found,) = Structure().inspect(Received(state, model, None, TRAINING), rng)
+    assert not fires(found)
+    assert "were converted (from float16)" in found.reason
+    state["norm.num_batches_tracked"] += 0.5
+    (found,) = Structure().inspect(Received(state, model, None, TRAINING), rng)
+    assert (fires(found), found.tensor) == (True, "norm.num_batches_tracked")
+
+
+def replayed(*digests: str) -> Detection:
+    model = one_weight(1.0)
+    marks = [digest(one_weight(v).state_dict()) for v in digests]
+    history = History(model.state_dict(), 3, {}, digests=tuple(marks))
+    return inspected(Replay(), model, history=history)["replay"]
+
+
+def test_a_model_that_comes_back_is_told_from_one_that_is_sent_again():
+    assert not fires(replayed(0.0, 2.0))
+    again, old = replayed(0.0, 1.0), replayed(1.0, 0.0)
+    assert (fires(again), again.means) == (True, "report")
+    assert (fires(old), old.means, old.score) == (True, "reject", 2.0)
 
 
 def test_a_parameter_that_was_not_there_before_fires():
@@ -525,14 +596,40 @@ def test_marks_of_the_own_fresh_network_are_exempt():
     assert fires(inspected(Weights(), model, mlp(1))["zero-rows"])
 
 
+def thinned(model: nn.Module, *names: str) -> nn.Module:
+    """90 % of the weights in these layers, by size, set to zero."""
+    model = copy.deepcopy(model)
+    for name, value in model.named_parameters():
+        if name in names:
+            cut = value.detach().abs().flatten().kthvalue(int(0.9 * value.numel())).values
+            value.data[value.detach().abs() <= cut] = 0.0
+    return model
+
+
 def test_marks_of_the_last_accepted_model_are_exempt():
-    model = mlp()
-    with torch.no_grad():
-        model.fc1.weight[torch.rand(model.fc1.weight.shape) < 0.8] = 0.0  # pruned
+    model = thinned(mlp(), "fc1.weight")
     assert fires(inspected(Weights(), model, mlp(1))["near-zero-entries"])
     history = History(model.state_dict(), 1, {})
     found = inspected(Weights(), model, mlp(1), history=history)
     assert not any(fires(d) for d in found.values())
+
+
+def test_zeros_all_over_the_network_are_pruning_and_in_one_layer_are_not():
+    one = inspected(Weights(), thinned(mlp(), "fc1.weight"), mlp(1))["near-zero-entries"]
+    assert (fires(one), one.means) == (True, "reject")
+    every = inspected(Weights(), thinned(mlp(), "fc1.weight", "fc2.weight", "fc3.weight"), mlp(1))
+    assert {d.means for d in every.values() if fires(d)} == {"report"}
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet-10", "lenet-5"])
+def test_pruned_convolutions_are_not_rejected(name):
+    rng = torch.Generator().manual_seed(0)
+    model = models.make(name, shape=(3, 32, 32), classes=10, rng=rng, **SMALL[name])
+    names = [n for n, p in model.named_parameters() if p.dim() > 1]
+    thin = thinned(model, *names)
+    for detector in (Weights(), FirstConv()):
+        found = inspected(detector, thin, model)
+        assert not [d for d in found.values() if fires(d) and d.means != "report"]
 
 
 # --- first convolution ----------------------------------------------------------------------------

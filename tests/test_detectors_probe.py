@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from leakgauge import data, models, observe
 from leakgauge.attacks.active import RobbingTheFed, TrapWeights
 from leakgauge.detectors import DSNR, Probe, WarmUp, fires, isolation, snapshots
-from leakgauge.detectors._layers import prepared
+from leakgauge.detectors._layers import chosen, prepared
 from leakgauge.detectors.dsnr import norms
-from leakgauge.detectors.probe import dominance, isolated, run, slot_norms
+from leakgauge.detectors.probe import dominance, isolated, neighbours, run, slot_norms
 from leakgauge.detectors.warm_up import z_scores
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.fl.local import train
@@ -69,7 +69,7 @@ def test_isolation_equals_record_by_record(manipulate):
         if size.sum() and size.max() > 0.99 * size.sum():
             alone.add(int(size.argmax()))
     passed = run(prepared(model, TRAINING), batch, TRAINING)
-    (seen,) = [r for r in passed.runs if r.name == "fc1"]
+    (seen,) = [r for r in passed.runs if r.name == "fc1.weight"]
     found = isolated(seen.gradient, model.fc1.weight.detach(), model.fc1.bias.detach())
     assert set(found.nonzero().flatten().tolist()) == alone
     assert (manipulate is imprint) == (len(alone) > 12)
@@ -100,13 +100,13 @@ def test_one_record_alone_is_isolated_and_no_hidden_layer_says_nothing():
     assert "isolation" not in inspected(Probe(), bare, records())
 
 
-def test_tokens_are_counted_in_few_images():
+def test_tokens_are_counted_one_by_one():
     vit = models.make(
         "vit-small", shape=(3, 8, 8), classes=10, rng=torch.Generator().manual_seed(0),
         dim=32, depth=1, heads=2,
     )  # fmt: skip
     found = isolation(vit, records(16), TRAINING)
-    assert (found.unit, found.total) == ("tokens", 4 * 5)
+    assert (found.unit, found.total) == ("tokens", 16 * 4)
     assert not fires(inspected(Probe(), vit, records())["isolation"])
 
 
@@ -114,7 +114,8 @@ def test_frozen_layers_give_nothing_away():
     model = mlp()
     model.fc1.requires_grad_(False)
     passed = run(prepared(model, TRAINING), records(), TRAINING)
-    assert [r.name for r in passed.runs] == ["fc2", "fc3"]
+    assert [r.name for r in passed.runs] == ["fc2.weight", "fc3.weight"]
+    assert not passed.uncovered
 
 
 def test_isolation_at_chance_is_rejected_unless_the_own_network_shows_it_too():
@@ -146,6 +147,161 @@ def test_trap_weights_isolate(rng):
     assert fires(inspected(Probe(), model, batch, mlp(hidden=(512, 64), side=16))["isolation"])
 
 
+@pytest.mark.parametrize(("share", "alone"), [(0.95, False), (0.985, False), (0.995, True)])
+def test_a_record_is_alone_from_ninety_nine_hundredths_on(share, alone):
+    """What is left of the others stands in the ratio of the gradients: 1 % of it at most."""
+    delta = torch.zeros(4, 3)
+    delta[0, 1], delta[2, 1] = share, share - 1
+    delta[:, 0] = 1.0
+    found = isolated(delta, torch.ones(3, 2), None)
+    assert found.tolist() == [alone, False, False, False]
+
+
+@pytest.mark.parametrize(("gain", "fired"), [(2.0, False), (3.0, False), (4.0, True), (10.0, True)])
+def test_a_head_that_passes_one_class_on_more_than_three_times_as_strongly_is_rejected(gain, fired):
+    """The rows of one class `gain` times as long: its errors are what the score is made of."""
+    model = mlp(hidden=(16,))
+    with torch.no_grad():
+        model.fc2.bias.zero_()
+        model.fc2.weight.zero_()
+        model.fc2.weight[:, :10] = 1e-3 * torch.eye(10)
+        model.fc2.weight[3, 3] = 1e-3 * gain
+        model.fc1.bias.fill_(-100.0)  # all classes are equally likely
+    batch = records()
+    error = torch.full((64, 10), 0.1) - nn.functional.one_hot(batch.labels, 10)
+    gains = (error @ model.fc2.weight.detach()).norm(dim=1) / error.norm(dim=1)
+    expected = float(gains.max() / gains.median())
+    found = inspected(Probe(), model, batch, mlp(hidden=(16,)))["head-gain"]
+    assert found.score == pytest.approx(expected, rel=1e-4)
+    assert (3 < expected < 30) == fired
+    assert (fires(found), found.means) == (fired, "reject")
+
+
+# --- coverage -------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Products that no layer of PyTorch makes, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.right = nn.Parameter(torch.randn(192, 24) / 14)
+        self.left = nn.Parameter(torch.randn(20, 24) / 5)
+        self.ein = nn.Parameter(torch.randn(20, 18) / 5)
+        self.added = nn.Parameter(torch.randn(1, 18))
+        self.add = nn.Parameter(torch.randn(18, 16) / 4)
+        self.bias = nn.Parameter(torch.randn(16))
+        self.masked = nn.Parameter(torch.randn(16, 16) / 4)
+        self.register_buffer("mask", torch.ones(16, 16))
+        self.scale = nn.Parameter(torch.randn(16, 16) / 4)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = torch.relu(x.flatten(1) @ self.right)
+        x = torch.relu((self.left @ x.T).T)
+        x = torch.relu(torch.einsum("nd,du->nu", x, self.ein) + self.added)
+        x = torch.relu(torch.addmm(self.bias, x, self.add))
+        x = torch.relu(nn.functional.linear(x, self.masked * self.mask))
+        x = (x[:, None, :] * self.scale).sum(-1)
+        return self.head(x)
+
+
+def test_every_product_of_a_weight_with_data_is_seen_and_the_rest_is_named():
+    model = Odd()
+    passed = run(prepared(model, TRAINING), records(12), TRAINING)
+    seen = {r.name: r for r in passed.runs}
+    assert {"right", "left", "ein", "add", "masked", "head.weight"} <= set(seen)
+    for name in ("right", "left", "ein", "add", "masked"):
+        assert len(seen[name].rows(seen[name].left)) == 12
+        assert seen[name].gradient is not None
+    assert passed.uncovered == {"scale": "it is used by mul"}
+    found = inspected(Probe(), model, records())["coverage"]
+    assert (fires(found), found.means, found.tensor) == (True, "report", "scale")
+
+
+def test_gradients_of_odd_products_are_those_of_their_outputs():
+    """The weight's gradient is put together again from what the probe saw."""
+    model, batch = Odd().double(), records(12)
+    batch = Batch(batch.inputs.double(), batch.labels)
+    passed = run(prepared(model, TRAINING), batch, TRAINING)
+    cross_entropy(model(batch.inputs), batch.labels).backward()
+    seen = {r.name: r for r in passed.runs}
+    for name in ("right", "ein", "add"):
+        made = seen[name].entered.T @ seen[name].rows(seen[name].gradient)
+        torch.testing.assert_close(made, model.get_parameter(name).grad)
+    made = seen["left"].rows(seen["left"].gradient).T @ seen["left"].entered.T
+    torch.testing.assert_close(made, model.left.grad)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(24, 2, batch_first=True)
+        self.head = nn.Linear(192, 10)
+
+    def forward(self, x):
+        tokens = x.flatten(2).mT.reshape(len(x), -1, 24)
+        return self.head(self.attend(tokens, tokens, tokens, need_weights=False)[0].flatten(1))
+
+
+def test_what_pytorch_does_in_one_piece_is_named_as_not_covered():
+    passed = run(prepared(Attending(), TRAINING), records(12), TRAINING)
+    assert passed.uncovered == dict.fromkeys(
+        ("attend.in_proj_weight", "attend.out_proj.weight"),
+        "it is used by multi_head_attention_forward",
+    )
+
+
+def test_the_probe_takes_a_rounds_records_and_every_class():
+    batch = records(300, classes=3)
+    batch.labels[7] = 9  # one record of a rare class
+    training = LocalTraining(batch_size=8, steps=3)
+    probe = Probe()
+    assert probe.wanted(batch, training) == (24, 24)
+    assert probe.wanted(batch, LocalTraining(batch_size=100, steps=3)) == (300, 256)
+    assert probe.wanted(batch, LocalTraining(batch_size=8, epochs=2)) == (300, 256)
+    for seed in range(5):
+        rng = torch.Generator().manual_seed(seed)
+        found = chosen(batch, mlp(), 24, rng)
+        assert len(found) == 24
+        assert 9 in found.labels
+
+
+# --- bins -----------------------------------------------------------------------------------------
+
+
+def test_neighbours_by_hand():
+    """Units 0, 1, 2 measure one thing with thresholds of 1.5, 2.5 and 4.5; unit 3 its reverse, with
+    3.5; unit 4 something else."""
+    h = torch.arange(1.0, 7.0)
+    other = torch.tensor([3.0, -1.0, 4.0, -1.0, 5.0, -9.0])
+    values = torch.stack([h - 1.5, h - 2.5, h - 4.5, 3.5 - h, other], 1)
+    found = {tuple(row) for row in neighbours(values).tolist()}
+    # 0 and 1 differ in h = 2 (row 1); 1 and 3 agree only in row 2 (off, off … both are on for 3);
+    # 2 and 3 agree only in row 3 (both off).
+    assert found == {(0, 1, 1), (1, 3, 2), (2, 3, 3)}
+
+
+def test_bins_are_seen_whatever_the_rows_look_like(rng):
+    """Rows of any length, with parts that the data do not have, and errors that differ."""
+    model, batch = mlp(hidden=(128, 64)), records()
+    batch.inputs[:, :, 4:] = 0.5  # the lower half says nothing
+    v = torch.zeros(3, 8, 8)
+    v[:, :4] = 1 / 96
+    rows = v.flatten() + torch.randn(128, 192, generator=rng) * (v.flatten() == 0)
+    rows[:, v.flatten() == 0] -= rows[:, v.flatten() == 0].mean(1, keepdim=True)
+    scale = torch.rand(128, 1, generator=rng) + 0.5
+    with torch.no_grad():
+        model.fc1.weight.copy_(scale * rows)
+        model.fc1.bias.copy_(-scale[:, 0] * torch.linspace(0.2, 0.8, 128))
+    found = inspected(Probe(), model, batch, mlp(1), LocalTraining(batch_size=64))
+    assert (fires(found["bins"]), found["bins"].means) == (True, "reject")
+    assert found["bins"].tensor == "fc1.weight"
+    own = inspected(Probe(), model, batch, model, LocalTraining(batch_size=64))
+    assert not fires(own["bins"])  # the client's own network is like that
+    assert not fires(inspected(Probe(), mlp(), batch, mlp(1))["bins"])
+
+
 # --- D-SNR ----------------------------------------------------------------------------------------
 
 NETWORKS = {
@@ -168,10 +324,11 @@ def test_slots_are_records_without_batch_norm(name):
     batch = Batch(batch.inputs.double(), batch.labels)
     exact = norms(prepared(model, training), batch, training)
     passed = run(prepared(model, training), batch, training)
-    assert {f"{r.name}.weight" for r in passed.runs} == set(exact)
-    for seen in passed.runs:
+    products = [r for r in passed.runs if r.kind in ("linear", "convolution")]
+    assert {r.name for r in products} == set(exact)
+    for seen in products:
         slots = slot_norms(seen) * len(batch)  # of a mean
-        torch.testing.assert_close(slots, exact[f"{seen.name}.weight"], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(slots, exact[seen.name], rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["reflect", "circular"])
@@ -219,7 +376,7 @@ def test_a_fished_class_that_occurs_once_dominates():
 
 def test_few_records_give_no_ratio():
     few = records(8)
-    assert set(inspected(Probe(), mlp(), few)) == {"isolation", "loss"}
+    assert set(inspected(Probe(), mlp(), few)) == {"isolation", "loss", "coverage"}
     assert not inspected(DSNR(), mlp(), few)
 
 
@@ -356,7 +513,7 @@ def test_the_first_model_is_compared_with_own_initialisations():
 def test_on_cifar_honest_networks_pass_and_attacks_do_not():
     images = data.load("cifar10", split="test")
     batch = Batch(images.inputs[:64], images.labels[:64])
-    training = LocalTraining(mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+    training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
     fresh = mlp(1, hidden=(256, 64), side=32)
     for seed in range(3):
         model = mlp(seed, hidden=(256, 64), side=32)

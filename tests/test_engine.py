@@ -541,8 +541,9 @@ class Counted(nn.Module):
 def test_float64_sees_a_sample_only(
     make: Callable[[], nn.Module], records: int, steps: int
 ) -> None:
-    """One record, or two where batch norm in train mode ties them together, twice: for ∇ at w and
-    at w + εv. The whole batch stays in float32."""
+    """One record, or two where batch norm in train mode ties them together, in three passes: a try
+    whether the model runs in float64, ∇ at w and at w + εv. The whole batch stays in float32.
+    """
     counted = Counted(make())
     world = case(counted, LocalTraining(batch_size=8, steps=steps), shape=SMALL)
     engine = world.engine("auto", torch.float32)
@@ -551,7 +552,7 @@ def test_float64_sees_a_sample_only(
     for _ in range(3):
         engine.slope(world.inputs, world.labels, cosine)
     assert engine.notes == []
-    assert counted.passed[torch.float64] == [records] * 2
+    assert counted.passed[torch.float64] == [records] * 3
 
 
 def test_a_check_costs_one_exact_derivative_beside_the_sample() -> None:

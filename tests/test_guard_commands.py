@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import json
 import pickle
 import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
+import leakgauge.guard as guard_package
 from leakgauge import cli
+from leakgauge._version import __version__
 from leakgauge.files import read_tensors, write_tensors
 from leakgauge.guard import policy as policies
 
@@ -37,7 +45,10 @@ def desk(tmp_path, monkeypatch, easy):
     monkeypatch.delitem(sys.modules, "ours", raising=False)
     (tmp_path / "ours.py").write_text(MODULE)
     np.savez(tmp_path / "own.npz", images=easy.inputs.numpy(), labels=easy.labels.numpy())
-    (tmp_path / "policy.toml").write_text("[training]\nlr = 0.1\nbatch_size = 16\n")
+    (tmp_path / "policy.toml").write_text("[training]\nlr = 0.1\nbatch_size = 16\nsteps = 4\n")
+    images = easy.inputs.numpy()
+    np.savez(tmp_path / "small.npz", images=images[..., :4, :4], labels=easy.labels.numpy())
+    np.savez(tmp_path / "many.npz", images=images, labels=np.arange(len(images)) % 9)
     torch.manual_seed(1)
     namespace: dict = {}
     exec(MODULE, namespace)
@@ -58,7 +69,8 @@ def leakgauge(monkeypatch, *words: str) -> int:
     return ended.value.code
 
 
-OWN = ("--make", "ours:make", "--data", "own.npz", "--policy", "policy.toml")
+KNOWN = ("--make", "ours:make", "--data", "own.npz", "--policy", "policy.toml")
+OWN = (*KNOWN, "--first")
 
 
 def test_an_honest_model_exits_with_0_and_says_what_was_not_tested(desk, monkeypatch, capsys):
@@ -134,6 +146,10 @@ def test_a_file_that_cannot_be_read_safely_is_rejected(desk, monkeypatch, capsys
         (("check", "good.safetensors", "--make", "ours:nn"), "expected a callable"),
         (("check", "good.safetensors", *OWN[:2], "--data", "digitz"), "did you mean 'digits'"),
         (("check", "good.safetensors", *OWN[:2], "--policy", "no.toml"), "no policy at no.toml"),
+        (("check", "good.safetensors", *OWN, "--data", "small.npz"), "cannot run on your records"),
+        (("check", "good.safetensors", *OWN, "--data", "many.npz"), "your network has 4 classes"),
+        (("check", "good.safetensors", *OWN, "--store", "ours.py"), "is a file"),
+        (("check", "good.safetensors", *OWN, "--restart", ""), "in words"),
     ],
 )
 def test_a_mistake_of_the_operators_exits_with_2(desk, monkeypatch, capsys, words, message):
@@ -156,16 +172,132 @@ def test_rounds_are_remembered_after_training_and_only_if_accepted(desk, monkeyp
     assert not (desk / "memory").exists()
     words = ("remember", "good.safetensors", "good.safetensors", *OWN, *store)
     assert leakgauge(monkeypatch, *words) == 0
-    words = ("check", "good.safetensors", *OWN, *store, "--json", "v.json")
+    words = ("check", "good.safetensors", *KNOWN, *store, "--json", "v.json")
     assert leakgauge(monkeypatch, *words) == 0
     assert json.loads((desk / "v.json").read_text())["rounds"] == 1
+
+
+def test_what_is_missing_exits_with_4_and_says_what_to_do(desk, monkeypatch, capsys):
+    assert leakgauge(monkeypatch, "check", "good.safetensors", *KNOWN) == 4
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "INCONCLUSIVE" in out
+    assert "--first" in out
+    assert leakgauge(monkeypatch, "check", "good.safetensors", *KNOWN[:2], "--first") == 4
+    assert "no records of yours were given" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_restart_is_logged_in_the_store(desk, monkeypatch, capsys):
+    store = ("--store", "memory")
+    words = ("remember", "good.safetensors", "good.safetensors", *OWN, *store)
+    assert leakgauge(monkeypatch, *words) == 0
+    torch.manual_seed(5)
+    state = {n: torch.randn_like(v) * v.std() for n, v in
+             read_tensors(desk / "good.safetensors").items()}  # fmt: skip
+    write_tensors(desk / "other.safetensors", state)
+    assert leakgauge(monkeypatch, "check", "other.safetensors", *KNOWN, *store) == 5
+    words = ("check", "other.safetensors", *KNOWN, *store, "--restart", "a new start, as agreed")
+    assert leakgauge(monkeypatch, *words) == 0
+    assert "a new start, as agreed (excused: continuity)" in capsys.readouterr().out
+    assert "a new start" in (desk / "memory" / "overrides.jsonl").read_text()
+
+
+def test_the_verdict_names_model_policy_version_and_round(desk, monkeypatch):
+    assert leakgauge(monkeypatch, "check", "good.safetensors", *OWN, "--json", "v.json") == 0
+    told = json.loads((desk / "v.json").read_text())
+    assert len(told["model"]) == len(told["policy"]) == 64
+    assert (told["version"], told["round"]) == (__version__, 1)
+
+
+def test_a_policy_without_a_training_is_said(desk, monkeypatch, capsys):
+    words = ("check", "good.safetensors", *KNOWN[:4], "--first")
+    assert leakgauge(monkeypatch, *words) == 0
+    assert "one step of 64 records is probed" in capsys.readouterr().err
+    assert leakgauge(monkeypatch, "calibrate", *KNOWN[:4], "--out", "mine.toml") == 2
+    assert "[training]" in capsys.readouterr().err
+
+
+def bomb(path, kind):
+    """Files of weights that would take far more memory than they have bytes."""
+    plain = path.with_name("plain.pt")
+    torch.save({"w": torch.zeros(2_000_000)}, plain)
+    with zipfile.ZipFile(plain) as source:
+        parts = {one.filename: source.read(one) for one in source.infolist()}
+    if kind == "deflated":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in parts.items():
+                file.writestr(name, content)
+    elif kind == "overlapping":  # every storage is the same bytes of the file
+        with zipfile.ZipFile(path, "w") as file:
+            for name, content in parts.items():
+                file.writestr(name, content)
+            data = next(one for one in file.filelist if one.filename.endswith("/0"))
+            for k in range(1, 50):
+                twin = copy.copy(data)
+                twin.filename = data.filename[:-1] + str(k)
+                file.filelist.append(twin)
+    elif kind == "allocating":  # a call that PyTorch allows, for as many bytes as it is told
+        with zipfile.ZipFile(path, "w") as file:
+            for name, content in parts.items():
+                if name.endswith("data.pkl"):
+                    content = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x94\x35\x77\x85R."
+                file.writestr(name, content)
+    else:
+        torch.save({"w": torch.zeros(2_000_000)}, path)  # plain, and far larger than the network
+    plain.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("deflated", "is a compressed archive"),
+        ("overlapping", "made to fill the memory"),
+        ("allocating", "bytearray"),
+        ("large", "declares 8,00"),
+    ],
+)
+def test_a_file_that_would_fill_the_memory_is_rejected_unread(
+    desk, monkeypatch, capsys, kind, message
+):
+    bomb(desk / "got.pt", kind)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    assert leakgauge(monkeypatch, "check", "got.pt", *OWN) == 5
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert message in out
+
+
+def test_a_large_safetensors_file_is_rejected_unread(desk, monkeypatch, capsys):
+    write_tensors(desk / "got.safetensors", {"w": torch.zeros(2_000_000)})
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda *_: pytest.fail("it was read"))
+    assert leakgauge(monkeypatch, "check", "got.safetensors", *OWN) == 5
+    assert "declares 8,000,000 bytes" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_plain_files_of_torch_are_read(desk, monkeypatch):
+    state = read_tensors(desk / "good.safetensors")
+    torch.save(state, desk / "got.pt")
+    assert leakgauge(monkeypatch, "check", "got.pt", *OWN) == 0
+    halves = {n: torch.nn.Parameter(v.half()) for n, v in state.items()}
+    torch.save(OrderedDict(halves), desk / "got.pth")
+    assert leakgauge(monkeypatch, "check", "got.pth", *OWN) == 0
+
+
+def test_the_guard_asks_for_no_attack_before_it_is_evaluated():
+    """What a client imports on every start."""
+    for path in Path(guard_package.__file__).parent.glob("*.py"):
+        if path.stem in ("evaluate", "findings", "studied"):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                words = ast.unparse(node)
+                assert "attacks" not in words, path
+                assert "evaluate" not in words, path
 
 
 def test_calibration_writes_a_policy_that_can_be_used(desk, monkeypatch):
     (desk / "policy.toml").write_text(
         "continuity = { threshold = 0.001 }\n[training]\nlr = 0.1\nbatch_size = 16\n"
     )
-    words = ("calibrate", *OWN, "--out", "mine.toml")
+    words = ("calibrate", *KNOWN, "--out", "mine.toml")
     assert leakgauge(monkeypatch, *words) == 0
     written = policies.read(desk / "mine.toml")
     assert written.policy.thresholds["continuity"] > 0.001

@@ -16,10 +16,11 @@ from torch import nn
 
 from leakgauge import files
 from leakgauge.errors import CheckpointError
-from leakgauge.guard import Guard, store
+from leakgauge.guard import Guard, Policy, store
 from leakgauge.types import History, LocalTraining
 
 TRAINING = LocalTraining(lr=0.1, batch_size=4)
+LAX = Policy(require=())
 
 
 def make() -> nn.Module:
@@ -43,7 +44,11 @@ def history(state) -> History:
         state=state,
         rounds=1,
         own={"1.weight": 0.1, "1.bias": 1e-300},
-        steps=({"1.weight": 1 / 3},),
+        anchor={n: v + 1 for n, v in state.items()},
+        since={"1.weight": 1 / 3},
+        age=7,
+        digests=("ab", "cd"),
+        secret=bytes(range(32)),
         snapshots=(({"1.weight": (0.1, -0.0, 1e300)}, {"1.weight": (0.5, 1.0, 2.0)}),),
     )
 
@@ -53,11 +58,38 @@ def test_what_was_added_is_read_back_exactly(tmp_path, history, state):
     assert store.read(tmp_path / "new", mark) is None
     store.add(tmp_path / "new", mark, history, 0)
     found = store.read(tmp_path / "new", mark)
-    assert replace(found, state={}) == replace(history, state={})
-    assert found.state.keys() == state.keys()
-    for name, value in state.items():
-        assert found.state[name].dtype == value.dtype
-        assert torch.equal(found.state[name], value)
+    assert replace(found, state={}, anchor={}) == replace(history, state={}, anchor={})
+    for read, written in ((found.state, state), (found.anchor, history.anchor)):
+        assert read.keys() == written.keys()
+        for name, value in written.items():
+            assert read[name].dtype == value.dtype
+            assert torch.equal(read[name], value)
+
+
+def test_only_the_owner_can_read_the_store(tmp_path, history, state, monkeypatch):
+    """Whatever the rights of new files are, and of a folder that was there before."""
+    (tmp_path / "s").mkdir(mode=0o755)
+    old = os.umask(0)
+    try:
+        store.add(tmp_path / "s", "x", history, 0)
+        store.log(tmp_path / "s", {"restart": "why"})
+    finally:
+        os.umask(old)
+    rights = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "s").iterdir()}
+    files_ = (".lock", "history.safetensors", "overrides.jsonl")
+    assert rights == dict.fromkeys(files_, 0o600)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_secret_is_that_of_the_store(tmp_path, state):
+    first = Guard(make, TRAINING, policy=LAX, store=tmp_path)
+    first.remember(first.check(state), state)
+    secret = store.read(tmp_path, store.fingerprint(state)).secret
+    assert len(secret) == 32
+    again = Guard(make, TRAINING, policy=LAX, store=tmp_path)
+    assert again._secret != secret
+    again.check(state)
+    assert again._secret == secret
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -68,27 +100,26 @@ def test_every_type_of_number_survives(tmp_path, history, dtype):
 
 
 def test_a_guard_that_starts_again_remembers(tmp_path, state):
-    first = Guard(make, TRAINING, store=tmp_path)
+    first = Guard(make, TRAINING, policy=LAX, store=tmp_path)
     first.remember(first.check(state), state)
-    second = Guard(make, TRAINING, store=str(tmp_path))
+    second = Guard(make, TRAINING, policy=LAX, store=str(tmp_path))
     verdict = second.check(state)
     assert verdict.rounds == 1
     second.remember(verdict, state)
-    assert Guard(make, TRAINING, store=tmp_path).check(state).rounds == 2
+    assert Guard(make, TRAINING, policy=LAX, store=tmp_path).check(state).rounds == 2
 
 
 def test_the_store_of_another_network_is_refused(tmp_path, state):
-    guard = Guard(make, TRAINING, store=tmp_path)
+    guard = Guard(make, TRAINING, policy=LAX, store=tmp_path)
     guard.remember(guard.check(state), state)
-    stranger = Guard(other, TRAINING, store=tmp_path)
-    verdict = stranger.check(other().state_dict())
-    assert verdict.decision == "REJECT"
-    assert "belongs to another network" in str(verdict)
+    stranger = Guard(other, TRAINING, policy=LAX, store=tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to another network"):
+        stranger.check(other().state_dict())
 
 
 @given(st.data())
 @examples(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_is_an_error_and_a_rejection(tmp_path_factory, state, history, data):
+def test_any_damage_is_an_error(tmp_path_factory, state, history, data):
     """One changed byte, or a file cut short anywhere."""
     folder = tmp_path_factory.mktemp("store")
     mark = store.fingerprint(make().state_dict())
@@ -104,9 +135,8 @@ def test_any_damage_is_an_error_and_a_rejection(tmp_path_factory, state, history
     with pytest.raises(CheckpointError, match="store"):
         store.read(folder, mark)
     before = path.read_bytes()
-    verdict = Guard(make, TRAINING, store=folder).check(state)
-    assert verdict.decision == "REJECT"
-    assert [d.test for d in verdict.fired] == ["memory"]
+    with pytest.raises(CheckpointError, match="store"):
+        Guard(make, TRAINING, policy=LAX, store=folder).check(state)
     assert path.read_bytes() == before
 
 
@@ -116,7 +146,8 @@ def test_a_pickle_in_its_place_runs_nothing(tmp_path, state):
             return (os.mkdir, (str(tmp_path / "ran"),))
 
     (tmp_path / "history.safetensors").write_bytes(pickle.dumps(Harmful()))
-    assert Guard(make, TRAINING, store=tmp_path).check(state).decision == "REJECT"
+    with pytest.raises(CheckpointError):
+        Guard(make, TRAINING, policy=LAX, store=tmp_path).check(state)
     assert not (tmp_path / "ran").exists()
 
 
@@ -128,7 +159,7 @@ def test_a_file_of_someone_elses_is_refused(tmp_path, state):
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_crash_while_writing_leaves_the_old_round(tmp_path, state, monkeypatch, moment):
-    guard = Guard(make, TRAINING, store=tmp_path)
+    guard = Guard(make, TRAINING, policy=LAX, store=tmp_path)
     moved = {name: v + 0.01 if v.is_floating_point() else v for name, v in state.items()}
     guard.remember(guard.check(state), moved)
     verdict = guard.check(moved)
@@ -140,7 +171,7 @@ def test_a_crash_while_writing_leaves_the_old_round(tmp_path, state, monkeypatch
         patch.setattr(files.os, moment, crash)
         with pytest.raises(KeyboardInterrupt):
             guard.remember(verdict, moved)
-    again = Guard(make, TRAINING, store=tmp_path)
+    again = Guard(make, TRAINING, policy=LAX, store=tmp_path)
     found = store.read(tmp_path, store.fingerprint(state))
     assert found.rounds == 1
     assert torch.equal(found.state["1.weight"], state["1.weight"])
@@ -149,7 +180,7 @@ def test_a_crash_while_writing_leaves_the_old_round(tmp_path, state, monkeypatch
 
 
 def test_a_rejected_model_leaves_the_store_as_it_was(tmp_path, state):
-    guard = Guard(make, TRAINING, store=tmp_path)
+    guard = Guard(make, TRAINING, policy=LAX, store=tmp_path)
     guard.remember(guard.check(state), state)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     far = {name: value + 9 for name, value in state.items()}
@@ -159,12 +190,12 @@ def test_a_rejected_model_leaves_the_store_as_it_was(tmp_path, state):
 
 
 def test_checking_alone_writes_nothing(tmp_path, state):
-    Guard(make, TRAINING, store=tmp_path / "s").check(state)
+    Guard(make, TRAINING, policy=LAX, store=tmp_path / "s").check(state)
     assert not (tmp_path / "s").exists()
 
 
 def test_two_guards_cannot_add_to_the_same_round(tmp_path, state):
-    one, two = (Guard(make, TRAINING, store=tmp_path) for _ in range(2))
+    one, two = (Guard(make, TRAINING, policy=LAX, store=tmp_path) for _ in range(2))
     first, second = one.check(state), two.check(state)
     one.remember(first, state)
     with pytest.raises(CheckpointError, match="another process accepted a round"):
@@ -176,7 +207,7 @@ def test_two_guards_cannot_add_to_the_same_round(tmp_path, state):
 def test_a_store_that_another_process_holds_is_an_error_in_words(tmp_path, state, monkeypatch):
     """The lock belongs to an open file, so that the same process can stand for another."""
     monkeypatch.setattr(store, "PATIENCE", 0.1)
-    guard = Guard(make, TRAINING, store=tmp_path)
+    guard = Guard(make, TRAINING, policy=LAX, store=tmp_path)
     verdict = guard.check(state)
     with store._locked(tmp_path), pytest.raises(CheckpointError, match="another process holds"):
         guard.remember(verdict, state)
@@ -184,14 +215,14 @@ def test_a_store_that_another_process_holds_is_an_error_in_words(tmp_path, state
     assert guard.check(state).rounds == 1
 
 
-def test_a_file_where_the_folder_should_be_rejects(tmp_path, state):
+def test_a_file_where_the_folder_should_be_is_an_error(tmp_path, state):
     (tmp_path / "store").write_text("")
-    guard = Guard(make, TRAINING, store=tmp_path / "store")
-    assert guard.check(state).decision == "REJECT"
+    guard = Guard(make, TRAINING, policy=LAX, store=tmp_path / "store")
+    with pytest.raises(CheckpointError, match="is a file"):
+        guard.check(state)
 
 
 def test_a_long_memory_is_cut_at_its_old_end(tmp_path, history, monkeypatch):
     monkeypatch.setattr(store, "KEPT", 3)
-    steps = tuple({"1.weight": float(k)} for k in range(5))
-    store.add(tmp_path, "x", replace(history, steps=steps), 0)
-    assert [s["1.weight"] for s in store.read(tmp_path, "x").steps] == [2.0, 3.0, 4.0]
+    store.add(tmp_path, "x", replace(history, digests=tuple("abcde")), 0)
+    assert store.read(tmp_path, "x").digests == tuple("cde")

@@ -293,7 +293,7 @@ def called(
     [
         ("own:exit_in_factory", "digits", MODULE, "'own:exit_in_factory' could not be built"),
         ("own:exit_in_forward", "digits", MODULE, "'own:exit_in_forward' failed on two blank"),
-        ("own:exit_in_training", "digits", MODULE, "ended the program with sys.exit(0)"),
+        ("own:exit_in_training", "digits", MODULE, "failed (SystemExit: 0)"),
         ("mlp", "own:exit_in_data", MODULE, "data: 'own:exit_in_data' failed (SystemExit: 0)"),
         ("own:anything", "digits", "raise SystemExit", "could not be imported (SystemExit"),
     ],

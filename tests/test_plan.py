@@ -466,16 +466,35 @@ def test_the_fingerprint_is_of_all_that_changes_a_trial(home):
 
 
 OWN = """
+from pathlib import Path
 import torch
 from torch import nn
 from parts import Head
 
+def word():
+    return (Path(__file__).parent / "word.txt").read_text()
+
 def make():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), Head(8, 10))
+    width = 9 if word() == "wider" else 8
+    act = nn.Sigmoid() if word() == "sigmoid" else nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), act, Head(width, 10))
+    if word() == "zero":
+        nn.init.zeros_(model[1].bias)
+    if word() == "frozen":
+        model[1].bias.requires_grad_(False)
+    if word() == "buffer":
+        model.register_buffer("extra", torch.ones(1))
     return model
 
 def load():
-    return torch.linspace(0, 1, 640).reshape(10, 1, 8, 8), torch.arange(10)
+    images, labels = torch.linspace(0, 1, 640).reshape(10, 1, 8, 8), torch.arange(10)
+    if word() == "darker":
+        images = images / 2
+    if word() == "flipped":
+        labels = labels.flip(0)
+    if word() == "strided":
+        labels = torch.arange(20).flip(0)[::2] // 2
+    return images, labels
 """
 PARTS = """
 from torch import nn
@@ -489,24 +508,19 @@ class Head(nn.Linear):
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("own.py", "Linear(64, 8), nn.ReLU(), Head(8", "Linear(64, 9), nn.ReLU(), Head(9"),
-        ("own.py", "nn.ReLU()", "nn.Sigmoid()"),
-        ("own.py", "    return model", "    nn.init.zeros_(model[1].bias)\n    return model"),
-        ("own.py", "    return model", "    model[1].bias.requires_grad_(False)\n    return model"),
-        ("own.py", "torch.arange(10)", "torch.arange(10).flip(0)"),
-        ("own.py", "torch.arange(10)", "torch.arange(20).flip(0)[::2] // 2"),
+        *(
+            ("word.txt", "plain", word)
+            for word in
+            ("wider", "sigmoid", "zero", "frozen", "buffer", "darker", "flipped", "strided")
+        ),
         ("own.py", "linspace(0, 1", "linspace(0, .9"),
         ("parts.py", "forward(x)", "forward(2 * x)"),
-        ("weights.txt", "0.5", "0.25"),
     ],
-)
+)  # fmt: skip
 def test_the_fingerprint_is_of_what_own_code_builds(home, monkeypatch, file, old, new):
     folder = home / "plans"
-    read_it = "    model[1].weight.data.fill_(float(open(FILE).read()))\n    return model"
-    write(folder / "weights.txt", "0.5")
-    own = OWN.replace("    return model", read_it) if file == "weights.txt" else OWN
-    write(folder / "own.py", own.replace("FILE", repr(str(folder / "weights.txt"))))
-    write(folder / "parts.py", PARTS)
+    for name, text in (("word.txt", "plain"), ("own.py", OWN), ("parts.py", PARTS)):
+        write(folder / name, text)
     path = write(folder / "own.toml", toml('"own:load"', '"own:make"'))
 
     def fingerprint():
@@ -527,8 +541,8 @@ def test_the_files_of_own_code_are_its_own(home, monkeypatch):
     folder = home / "plans"
     for name in ("own", "parts"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    write(folder / "own.py", OWN)
-    write(folder / "parts.py", PARTS)
+    for name, text in (("word.txt", "plain"), ("own.py", OWN), ("parts.py", PARTS)):
+        write(folder / name, text)
     read(write(folder / "own.toml", toml('"own:load"', '"own:make"')))
     assert own_files("own:make", folder) == [folder / "own.py", folder / "parts.py"]
     assert own_files("mlp", folder) == []

@@ -96,6 +96,19 @@ class Detached(Perceptron):
         return self.head(self.features(x).detach())  # type: ignore[no-any-return]
 
 
+class Between(Perceptron):
+    """Cut off between two frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1.requires_grad_(False)
+        self.mid.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x.flatten(1)).relu().detach()
+        return self.head(self.mid(h).relu())  # type: ignore[no-any-return]
+
+
 class Stepped(Perceptron):
     """Nothing that has a derivative is in front of the head."""
 
@@ -369,8 +382,9 @@ def test_a_gradient_tells_of_a_layer_that_has_it_alone(model: str, told: list[st
     assert [trace.told(layer, "weight", gradient) for layer in trace.layers()] == told
 
 
-def test_what_stops_the_peeling_is_a_layer_that_tells_nothing() -> None:
-    guess = ExactRecursion().reconstruct(observe(played(CutOff, 1), ThreatModel()), seeded())
+@pytest.mark.parametrize("make", [CutOff, Detached, Between])
+def test_what_stops_the_peeling_is_a_layer_that_tells_nothing(make: type[Perceptron]) -> None:
+    guess = ExactRecursion().reconstruct(observe(played(make, 1), ThreatModel()), seeded())
     assert guess.facts["images_met"] == 1  # it has the features that were read
     plain = ExactRecursion().reconstruct(
         observe(played(lambda: frozen("fc1", "mid"), 1), ThreatModel()), seeded()

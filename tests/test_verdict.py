@@ -229,6 +229,16 @@ def test_each_check_speaks_for_itself_alone(name: str) -> None:
     assert caveats(trial) == [CHECKS[name](trial)]
 
 
+@pytest.mark.parametrize(
+    ("gain", "shown"), [(-0.6, False), (-0.4, True), (0.4, True), (0.6, False), (4.0, False)]
+)
+def test_the_prior_is_what_scores_within_half_a_decibel_of_the_mean_image(
+    gain: float, shown: bool
+) -> None:
+    trial = finished(scores={"psnr": [11.0 + gain, 12.0 + gain]})
+    assert any("the mean image" in caveat for caveat in caveats(trial)) == shown
+
+
 # The verdict.
 
 

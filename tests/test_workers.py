@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from leakgauge.audit import Store, parse, read, run
-from leakgauge.audit.workers import in_processes
+from leakgauge.audit.workers import Workers, next_of
 from leakgauge.errors import InputError, PlanError
 
 KILLED = (2, 1, 2, 1, 2)  # the jobs of each run that is killed
@@ -28,7 +28,7 @@ training = { batch_size = 2 }
 
 [[attack]]
 name = "inverting-gradients"
-iterations = 120
+iterations = 60
 
 [[defence]]
 name = "none"
@@ -39,6 +39,7 @@ name = "clip"
 seeds = [%s]
 gallery = 20
 exact = false
+explain = false
 """
 
 
@@ -71,7 +72,11 @@ def played(cases: list[tuple[str, str]], jobs: int, **options: Any) -> dict[str,
         "on_start": lambda case: None,
         "on_progress": lambda case, done, total, objective: None,
     } | options
-    return {case[0]: trial for case, trial in in_processes(prepare, cases, jobs, **hooks)}
+    workers: Workers[tuple[str, str]] = Workers(prepare, jobs)
+    try:
+        return {case[0]: trial for case, trial in workers.run(cases, **hooks)}
+    finally:
+        workers.close()
 
 
 def test_cases_are_shared_out_and_a_killed_worker_is_replaced(tmp_path: Path) -> None:
@@ -115,6 +120,43 @@ def test_what_may_not_start_is_skipped(tmp_path: Path) -> None:
     assert set(played(cases, 2, may_start=lambda case: case[0] == "work 2")) == {"work 2"}
 
 
+def test_workers_stay_for_more_cases(tmp_path: Path) -> None:
+    workers: Workers[tuple[str, str]] = Workers(prepare, 2)
+    hooks: dict[str, Any] = {
+        "may_start": lambda case: True,
+        "on_start": lambda case: None,
+        "on_progress": lambda *step: None,
+    }
+    try:
+        pids = [
+            {trial["pid"] for _, trial in workers.run([(name, str(tmp_path))], **hooks) if trial}
+            for name in ("work 1", "work 2")
+        ]
+    finally:
+        workers.close()
+    assert pids[0] == pids[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        ("b", {"a"}, "b1"),  # the round it has played
+        (None, {"a"}, "b1"),  # one that nobody is at
+        (None, {"a", "b"}, "-1"),  # one that costs nothing
+        ("c", {"a", "b"}, "-1"),
+        (None, set(), "a1"),  # the first
+    ],
+)
+def test_cases_of_one_round_go_to_the_worker_that_played_it(
+    own: object, others: set[object], chosen: str
+) -> None:
+    def key(case: str) -> object:
+        return None if case[0] == "-" else case[0]
+
+    assert next_of(["a1", "a2", "b1", "-1", "b2"], key, own, others) == chosen
+    assert next_of(["a1", "a2"], key, own, {"a"}) == "a1"  # rather that than none
+
+
 def without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key != "times"}
@@ -156,7 +198,7 @@ def test_five_kills_lose_nothing(tmp_path: Path) -> None:
         )
         while process.poll() is None and finished(killed) == before:
             time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.2))  # somewhere within a trial, or between two
+        time.sleep(chance.uniform(0, 0.1))  # somewhere within a trial, or between two
         assert process.poll() is None, "there was nothing left to kill"
         process.kill()
         process.wait()

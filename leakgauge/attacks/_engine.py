@@ -328,9 +328,7 @@ class Engine:
             gradient = _grad(objective, weights, create_graph=True)
             guess = self._decayed([g.detach().clone() for g in gradient])
             value, v = distance(guess, self.target)
-            moving = [(g, d) for g, d in zip(gradient, v, strict=True) if g.requires_grad]
-            outputs, seeds = zip(*moving, strict=True) if moving else ((), ())
-            return _slope(value, _pulled(outputs, free, seeds))
+            return _slope(value, _pulled(gradient, free, v))
 
     def _difference(
         self, inputs: Tensor, labels: Tensor, distance: Distance, central: bool, stride: float
@@ -522,7 +520,15 @@ def _pulled(
     outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """The derivative by all that is wanted, the candidates first; zero by what plays no part."""
-    found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True) if outputs else (None,)
+    moving = [i for i, output in enumerate(outputs) if output.requires_grad]
+    found: Sequence[Tensor | None] = (None,)
+    if moving:
+        found = torch.autograd.grad(
+            [outputs[i] for i in moving],
+            wanted,
+            [seeds[i] for i in moving] if seeds else None,
+            allow_unused=True,
+        )
     if found[0] is None:
         raise NotApplicable(
             "gradients are matched by their derivative by the image, and here they have none: the "

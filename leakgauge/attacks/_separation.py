@@ -138,7 +138,8 @@ def least_squares(left: Tensor, right: Tensor) -> Tensor:
     torch.linalg.lstsq depend on where in memory its work space happens to lie."""
     u, values, v = torch.linalg.svd(left, full_matrices=False)
     kept = values > torch.finfo(values.dtype).eps * max(left.shape) * values[0]
-    return v[kept].T @ ((u.T @ right)[kept] / values[kept, None])
+    found: Tensor = v[kept].T @ ((u.T @ right)[kept] / values[kept, None])
+    return found
 
 
 def rectified(maps: Tensor) -> tuple[Tensor, Tensor]:

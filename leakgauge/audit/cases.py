@@ -65,7 +65,7 @@ class Case:
 
 def trials(plan: Plan) -> list[Case]:
     """The trials of the plan: cheap attacks first; those that share a round stand together."""
-    cheap_first = sorted(plan.attacks, key=lambda name: _effort(plan, name))
+    cheap_first = sorted(plan.attacks, key=lambda name: effort(plan, name))
     return [
         Case("trial", stage, defence, attack, seed)
         for stage in plan.document.federation.rounds
@@ -107,7 +107,8 @@ def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
     return rungs
 
 
-def _effort(plan: Plan, name: str) -> int:
+def effort(plan: Plan, name: str) -> int:
+    """How long an attack searches, as its options say: iterations × restarts."""
     attack = plan.attacks[name]
     count = getattr(attack, "iterations", 0) or getattr(attack, "steps", 0)
     return int(count) * int(getattr(attack, "restarts", 1))

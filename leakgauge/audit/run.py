@@ -24,7 +24,7 @@ from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse, plain
 from leakgauge.audit.result import assemble
 from leakgauge.audit.store import Store
-from leakgauge.audit.workers import Run, in_processes
+from leakgauge.audit.workers import Run, Workers
 from leakgauge.errors import NotApplicable
 from leakgauge.files import write_json
 from leakgauge.fl.simulate import initial_model
@@ -39,6 +39,7 @@ class Watch:
     progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
     end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
     say: Callable[[str], None] = lambda words: None
+    calibrate: Callable[[str], None] = lambda attack: None
 
 
 def run(
@@ -69,7 +70,10 @@ def run(
     with store.locked():
         opened()  # another audit may have ended in it meanwhile
         session = _Session(bench, jobs, budget, watch or Watch())
-        return _audit(session, model, calibrate)
+        try:
+            return _audit(session, model, calibrate)
+        finally:
+            session.close()
 
 
 def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, An
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
-        expected = forecast(plan).plain() if calibrate else None
+        expected = forecast(plan, session.watch.calibrate).plain() if calibrate else None
         session.run([*controls, *cases.trials(plan)])
         if plan.document.audit.explain and controls:
             best = _best(session.pick(controls))
@@ -136,6 +140,12 @@ class _Session:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._expected = 0
+        several = self.jobs > 1
+        self.workers = Workers[Case](_Recipe.of(self.bench), self.jobs) if several else None
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began
@@ -173,15 +183,16 @@ class _Session:
             self.watch.end(case, trial)
 
     def _each(self, todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any] | None]]:
-        if self.jobs > 1 and len(todo) > 1:
+        if self.workers is not None and len(todo) > 1:
             self.bench.store.begin()
-            yield from in_processes(
-                _Recipe.of(self.bench),
+            if self.budget is None:  # nothing is cut: the longest first, so that all end together
+                todo = sorted(todo, key=lambda case: -cases.effort(self.bench.plan, case.attack))
+            yield from self.workers.run(
                 todo,
-                self.jobs,
                 may_start=self._may_start,
                 on_start=self.watch.begin,
                 on_progress=self.watch.progress,
+                shares=_expensive_round,
             )
             return
         for case in todo:
@@ -200,6 +211,12 @@ class _Session:
             return True
         self._skipped[case.id] = f"the budget of {self.budget:g} s was spent"
         return False
+
+
+def _expensive_round(case: Case) -> object:
+    """What cases share whose round is played after honest ones; another round costs little."""
+    stage = case.stage if case.keeps("stage") else 0
+    return (case.stage, case.defence, case.seed, case.kept) if stage else None
 
 
 @dataclass(frozen=True)

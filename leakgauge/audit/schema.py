@@ -105,7 +105,15 @@ GIVEN = {
     "times": {
         "cpu_seconds": float,
         "wall_seconds": Maybe(float),
-        "forecast": Maybe({"cpu_seconds": float, "megabytes": float, "error": Maybe(float)}),
+        "forecast": Maybe(
+            {
+                "cpu_seconds": float,
+                "low?": float,
+                "high?": float,
+                "megabytes": float,
+                "error": Maybe(float),
+            }
+        ),
         "finished": Maybe(str),
     },
 }

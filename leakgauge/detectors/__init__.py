@@ -9,6 +9,7 @@ from leakgauge.detectors.dsnr import DSNR
 from leakgauge.detectors.first_conv import FirstConv
 from leakgauge.detectors.head_invariant import HeadInvariant
 from leakgauge.detectors.probe import Isolation, Probe, isolation
+from leakgauge.detectors.replay import Replay
 from leakgauge.detectors.structure import Structure
 from leakgauge.detectors.warm_up import WarmUp, snapshots
 from leakgauge.detectors.weights import Weights
@@ -17,6 +18,7 @@ from leakgauge.types import Detection, Detector
 DETECTORS: dict[str, type[Detector]] = {
     "structure": Structure,
     "continuity": Continuity,
+    "replay": Replay,
     "head-invariant": HeadInvariant,
     "weights": Weights,
     "first-conv": FirstConv,
@@ -39,6 +41,7 @@ __all__ = [
     "HeadInvariant",
     "Isolation",
     "Probe",
+    "Replay",
     "Structure",
     "WarmUp",
     "Weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 
@@ -26,15 +27,39 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
+def digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    total = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        plain = value.detach().cpu().contiguous()
+        total.update(f"{name} {plain.dtype} {tuple(plain.shape)}\0".encode())
+        total.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
 def prepared(model: nn.Module, training: LocalTraining) -> nn.Module:
     """A copy in the modes of the training; half precision is widened, for CPUs lack its kernels."""
     double = any(p.dtype == torch.float64 for p in model.parameters())
     return ready(model, training).to(torch.float64 if double else torch.float32)
 
 
+def drawn(labels: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """`count` records (fewer, if there are not so many) by `rng`, one of each class first."""
+    order = torch.randperm(len(labels), generator=rng)
+    seen: set[int] = set()
+    ahead = []
+    for place, label in enumerate(labels[order].tolist()):
+        if label not in seen:
+            seen.add(label)
+            ahead.append(place)
+    others = torch.ones(len(order), dtype=torch.bool)
+    others[ahead] = False
+    return torch.cat([order[ahead], order[others]])[:count]
+
+
 def chosen(batch: Batch, model: nn.Module, limit: int, rng: torch.Generator) -> Batch:
     """At most `limit` records, drawn by `rng`, in the precision of a `prepared` model."""
-    picked = torch.randperm(len(batch), generator=rng)[:limit].to(batch.inputs.device)
+    picked = drawn(batch.labels.cpu(), limit, rng).to(batch.inputs.device)
     return fitted(Batch(batch.inputs[picked], batch.labels[picked]), model)
 
 

@@ -1,35 +1,41 @@
-"""Continuity — an honest model is a small step away from the last one. Our own.
+"""Continuity and drift — an honest model is a small step away from the last one, and not many steps
+away from an older one. Our own.
 
-For every parameter W, with W' the last accepted model and m the rounds since then (1: none missed),
+For every parameter and running statistic W, with W' the last accepted model, u the size of the
+client's own last update of it, and m the rounds since then (1: none missed),
 
-    r = ‖W − W'‖ / max(m · usual, 1e-4·‖W'‖ + 1e-8)
+    continuity = ‖W − W'‖ / max(m · u, f·‖W'‖ + 1e-8)
 
-Until three steps are stored, `usual` is the larger of the client's own last update and the largest
-accepted step so far: the own update alone makes a false alarm for a client that does less work than
-the others. From then on it is the median of the last five accepted steps, which is tighter, because
-own updates grow with local work while averaged steps do not; or, if larger, the smaller of the last
-step and the own last update. The latter is for training that speeds up: a fresh LeNet doubled its
-steps four rounds running and reached 4.1 by the median alone, 2.2 with it. The server cannot use it
-to stretch its steps round by round, because it does not choose the client's own update.
+A server's step is the mean of the clients' updates, so that it is seldom larger than one of them.
+The limit comes from the client's own updates alone: steps that were accepted before say nothing, so
+that a server cannot stretch its steps round by round. The same against an older model, the anchor
+A, with the sum of the client's own updates since then,
+
+    drift = ‖W − A‖ / max(Σ u, f·‖A‖ + 1e-8)
+
+from the third round after A on: what may add up is less than what one round may show. The guard
+takes a new anchor every twenty rounds. f is 1e-4, or what half precision rounds off.
 
 A layer that the client's own network starts from zeros passes nothing back in the first step, so
-that the first own update understates the next rounds (measured: up to 5.8 times, honestly). Until a
-step is stored, scores of such networks are divided by `slack`.
+that the first own update understates the next rounds (measured: up to 5.8 times, honestly). After
+one accepted round, scores of such networks are divided by `slack`.
 
-Needs: one accepted round. Running statistics of batch norm are not compared.
-Weak when rounds are long, blind to a server that drifts over many rounds.
+Needs: one accepted round. Running statistics are compared if the client's own were in what it sent.
+A client that does a tenth of the others' work, or whose server adds momentum .9, needs thresholds
+ten times as large. Weak when rounds are long; a server may go on below the limit of drift for ever;
+and a server that makes the client's own updates grow makes the limit grow with them.
 """
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from leakgauge.detectors._layers import wide, worst
-from leakgauge.types import Detection, History, Received
+from leakgauge.types import Detection, Received
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class Continuity:
     """Is the model a small step away from the last one?"""
 
     threshold: float = 5.0
-    stored: int = 3  # accepted steps from which the median is used
-    window: int = 5  # of the median, in accepted steps
+    drift: float = 3.0
+    settled: int = 3  # rounds after the anchor from which drift is tested
     floor: float = 1e-4  # a share of the weights' size
     slack: float = 3.0  # after one accepted round, of a network with layers that start from zeros
 
@@ -46,43 +52,56 @@ class Continuity:
         history, model = received.history, received.model
         if history is None or model is None or not history.rounds:
             return ()
-        young = not history.steps and _starts_from_zeros(received.fresh)
-        slack = self.slack if young else 1.0
-        scores, unknown = {}, []
-        for name, value in model.named_parameters():
-            before = history.state.get(name)
-            if before is None or before.shape != value.shape:
-                unknown.append(name)
-            else:
-                scores[name] = self._ratio(name, wide(value), wide(before), history) / slack
-        if unknown:
-            reason = f"{unknown[0]!r} was not in the last accepted model in this shape"
+        values: dict[str, Tensor] = dict(model.named_parameters())
+        values |= {n: b for n, b in model.named_buffers() if n in history.own}
+        missing = [n for n, v in values.items() if _other(history.state.get(n), v)]
+        if missing:
+            reason = f"{missing[0]!r} was not in the last accepted model in this shape"
             return (
-                Detection("continuity", float("inf"), self.threshold, "reject", reason, unknown[0]),
+                Detection("continuity", float("inf"), self.threshold, "reject", reason, missing[0]),
             )
-        if not scores:
+        if not values:
             return ()
-        name, score = worst(scores)
+        missed = max(history.missed, 1)
+        slack = self.slack if history.rounds == 1 and _starts_from_zeros(received.fresh) else 1.0
+        steps = {n: u * missed * slack for n, u in history.own.items()}
+        name, score = worst(self._ratios(values, history.state, steps, received))
         reason = (
-            f"since the last accepted model {name!r} moved {score:.3g} times as far as a round "
-            "usually moves it"
+            f"since the last accepted model {name!r} moved {score:.3g} times as far as your own "
+            "last update moved it"
         )
-        return (Detection("continuity", score, self.threshold, "reject", reason, name),)
+        found = (Detection("continuity", score, self.threshold, "reject", reason, name),)
+        if history.age + missed < self.settled or not history.anchor:
+            return found
+        values = {n: v for n, v in values.items() if not _other(history.anchor.get(n), v)}
+        sums = {n: s + history.own.get(n, 0.0) * (missed - 1) for n, s in history.since.items()}
+        name, score = worst(self._ratios(values, history.anchor, sums, received))
+        reason = (
+            f"over the last {history.age + missed} rounds {name!r} moved {score:.3g} times as far "
+            "as all your own updates together"
+        )
+        return (*found, Detection("drift", score, self.drift, "reject", reason, name))
 
-    def _ratio(self, name: str, value: Tensor, before: Tensor, history: History) -> float:
-        own = history.own.get(name, 0.0)
-        steps = [step[name] for step in history.steps if name in step]
-        if len(steps) >= self.stored:
-            usual = max(statistics.median(steps[-self.window :]), min(steps[-1], own))
-        else:
-            usual = max(own, *steps, 0.0)
-        least = self.floor * _norm(before) + 1e-8
-        return _norm(value - before) / max(usual * max(history.missed, 1), least)
+    def _ratios(
+        self,
+        values: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+        usual: Mapping[str, float],
+        received: Received,
+    ) -> dict[str, float]:
+        ratios = {}
+        for name, value in values.items():
+            came = received.state[name].dtype if name in received.state else value.dtype
+            share = max(self.floor, torch.finfo(came).eps) if came.is_floating_point else self.floor
+            old = wide(before[name])
+            least = share * float(old.norm()) + 1e-8
+            ratios[name] = float((wide(value) - old).norm()) / max(usual.get(name, 0.0), least)
+        return ratios
+
+
+def _other(before: Tensor | None, value: Tensor) -> bool:
+    return before is None or before.shape != value.shape
 
 
 def _starts_from_zeros(fresh: nn.Module) -> bool:
     return any(isinstance(m, nn.Linear) and not m.weight.any() for m in fresh.modules())
-
-
-def _norm(value: Tensor) -> float:
-    return float(value.norm())

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from leakgauge.detectors._layers import chosen, prepared, worst
-from leakgauge.detectors.probe import CONVOLUTIONS, dominance
+from leakgauge.detectors.probe import dominance
 from leakgauge.fl.local import loss
 from leakgauge.types import Batch, Detection, LocalTraining, Received
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class DSNR:
 def norms(model: nn.Module, batch: Batch, training: LocalTraining) -> dict[str, Tensor]:
     """‖∂ℓ_i/∂W‖ by record i, for the weights W of linear layers and convolutions of a `prepared`
     model."""
-    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
+    layers = [m for m in model.modules() if isinstance(m, LAYERS)]
     ids = {id(m.weight) for m in layers if m.weight.requires_grad}
     model.requires_grad_(False)
     weights = {n: p.requires_grad_() for n, p in model.named_parameters() if id(p) in ids}

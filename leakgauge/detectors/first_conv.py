@@ -10,18 +10,19 @@ may be zero: they are left out here and counted by the static weight tests.
 
 Needs: the received model with a convolution of a fan-in of 27 or more (3 × 3 on colour images);
 smaller filters are dominated by one entry by chance. Exempt when the client's own fresh network or
-the last accepted one shows it.
+the last accepted one shows it; reported only where zeros are all over the network (pruning).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from leakgauge.detectors._layers import matrices
-from leakgauge.detectors.weights import exempt
+from leakgauge.detectors.weights import exempt, pruned
 from leakgauge.types import Detection, Received
 
 
@@ -45,9 +46,9 @@ class FirstConv:
                     f"in a filter of {name!r} one entry is {score:.3g} times as large as all "
                     "others together: it hands the image on unchanged"
                 )
-                return (
-                    Detection("first-conv", score, self.threshold, "reject", reason, name),
-                )  # fmt: skip
+                thin = pruned(dict(received.model.named_parameters()))
+                means: Literal["reject", "report"] = "report" if thin else "reject"
+                return (Detection("first-conv", score, self.threshold, means, reason, name),)
         return ()
 
 

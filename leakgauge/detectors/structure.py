@@ -1,9 +1,11 @@
 """Structure — is what arrived a set of weights for the agreed network, and nothing else?
 
-The same keys, shapes and number types as the client's own network, all numbers finite, every entry
-a plain dense tensor in this machine's memory. Inserted layers (Robbing the Fed, LOKI in their
-published form) end here. The check decides by exact types before it touches a value, so that code
-hidden in an object that only looks like a tensor never runs.
+The same keys and shapes as the client's own network, all numbers finite, every entry a plain dense
+tensor in this machine's memory, no running variance of zero or less (but where the last accepted
+model had it). Other kinds of number are taken if the client's own can hold what they say: half
+precision, or a counter that was averaged and is whole still. Inserted layers (Robbing the Fed, LOKI
+in their published form) end here. The check decides by exact types before it touches a value, so
+that code hidden in an object that only looks like a tensor never runs.
 
 Needs: the received state and the client's own network. Never raises, whatever arrived.
 The score is the number of faults; the threshold is zero.
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from leakgauge.types import Detection, Received
 
@@ -31,13 +34,17 @@ class Structure:
 
     def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]:
         own = received.fresh.state_dict()
-        faults = _faults(received.state, own)
+        faults = _faults(received.state, own) or _variances(received)
         if faults:
             name, reason = faults[0]
             if len(faults) > 1:
                 reason += f"; {len(faults) - 1} more entries are wrong"
         else:
             name, reason = None, f"all {len(own)} entries fit the agreed network"
+            other = [n for n in own if received.state[n].dtype != own[n].dtype]
+            if other:
+                kind = str(received.state[other[0]].dtype).removeprefix("torch.")
+                reason += f"; {len(other)} were converted (from {kind})"
         return (
             Detection("structure", float(len(faults)), self.threshold, "reject", reason, name),
         )  # fmt: skip
@@ -83,18 +90,51 @@ def _fault(value: object, expected: object) -> str | None:
         return f"is on device {value.device}, expected weights in this machine's memory"
     if value.shape != expected.shape:
         return f"has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
-    if value.dtype != expected.dtype:
-        return f"has type {value.dtype}, expected {expected.dtype}"
     if not value.numel():
         return None
     if value.untyped_storage().nbytes() < sum(_span(value)) - value.untyped_storage().data_ptr():
         return "has no memory behind all of its values"
+    if value.dtype != expected.dtype:
+        if value.is_complex() or value.dtype == torch.bool or not _holds(expected.dtype, value):
+            return f"has type {value.dtype}, expected {expected.dtype}"
+        value = value.to(expected.dtype)
     # A sum of finite values may overflow, but one with NaN or infinity is never finite.
     if not torch.isfinite(value.sum()):
         bad = int((~torch.isfinite(value)).sum())
         if bad:
             return f"holds {bad} NaN or infinite values of {value.numel()}"
     return None
+
+
+def _holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Whether numbers of this type can say what `value` does, but for rounding."""
+    if dtype.is_complex or dtype == torch.bool:
+        return False
+    if dtype.is_floating_point:
+        return value.is_floating_point()
+    reach = torch.iinfo(dtype)
+    whole = value if not value.is_floating_point() else value.double()
+    inside = ((whole >= reach.min) & (whole < reach.max)).all()
+    return bool(inside and (not value.is_floating_point() or (whole == whole.round()).all()))
+
+
+def _variances(received: Received) -> list[tuple[str | None, str]]:
+    """Running variances that are not above zero. Those of a channel that is dead decay to zero: one
+    that was next to zero in the last accepted model may be."""
+    faults: list[tuple[str | None, str]] = []
+    known = {} if received.history is None else received.history.state
+    for name, module in received.fresh.named_modules():
+        key = f"{name}.running_var" if name else "running_var"
+        if not isinstance(module, _NormBase) or key not in received.state:
+            continue
+        value = received.state[key]
+        bad = value <= 0
+        if key in known and known[key].shape == value.shape:
+            bad &= ~((value == 0) & (known[key] < 1e-30))
+        if bad.any():
+            faults.append((key, f"{key!r} holds {int(bad.sum())} variances of zero or less, of "
+                                f"{value.numel()}"))  # fmt: skip
+    return faults
 
 
 def _ties(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[tuple[str | None, str]]:

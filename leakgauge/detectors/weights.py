@@ -9,10 +9,12 @@ On every parameter matrix (rows: units or filters; queries, keys and values apar
     stable rank         k·σ₁²/‖W‖² of k ≤ 64 rows: 1 for orthogonal rows, k for parallel ones
     magnitude pairs     share of 8 rows whose negative entries are their positive ones, rescaled
 
-The stable rank is reported and decides nothing: overfitted networks have a low one too. Only naive
-trap weights pair exactly, and honest rows never do. A tensor that bears a mark in the client's own
-fresh network (a zero-initialised head) or in the last accepted model (a pruned one) is exempt from
-that test.
+The stable rank is reported and decides nothing: overfitted networks have a low one too. So are
+zeros where more than half of the matrices have more than half of their entries zero: that is a
+pruned network, and sparsity alone is not a manipulation. Only naive trap weights pair exactly, and
+honest rows never do. Rows are sampled by `rng`, which the guard draws from the client's secret. A
+tensor that bears a mark in the client's own fresh network (a zero-initialised head) or in the last
+accepted model (a pruned one) is exempt from that test.
 
 Needs: the received model; neither data nor history.
 Cheap because only the *share* of duplicate rows matters: up to 256 rows, drawn by `rng`, are
@@ -25,8 +27,8 @@ thousand. Shares measured: 0 for honest models, .9 to 1 for imprints, threshold 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,8 +61,9 @@ class Weights:
         if received.model is None:
             return ()
         seed = int(torch.randint(2**62, (), generator=rng))
+        thin = pruned(dict(received.model.named_parameters()))
         return tuple(
-            found
+            replace(found, means="report") if thin and test in SPARSE else found
             for test, threshold, means, says, score in self._tests(seed)
             if (found := _judge(received, test, threshold, means, says, score))
         )
@@ -68,10 +71,12 @@ class Weights:
     def _tests(
         self, seed: int
     ) -> tuple[tuple[str, float, Literal["reject", "report"], str, Test], ...]:
+        def drawn() -> torch.Generator:
+            return torch.Generator().manual_seed(seed)
+
         def duplicates(rows: Tensor, bias: Tensor | None) -> float | None:
             return duplicate_share(
-                rows, torch.Generator().manual_seed(seed), self.cosine, self.sample,
-                self.fan_in, self.rows,
+                rows, drawn(), self.cosine, self.sample, self.fan_in, self.rows
             )  # fmt: skip
 
         return (
@@ -89,11 +94,20 @@ class Weights:
              "switched by thresholds", _bias_dominance),
             ("stable-rank", self.stable_rank, "report",
              "the rows of {name} lie {score:.3g} times as close to one line as independent rows",
-             _parallel),
+             lambda rows, bias: _parallel(_some(rows, SKETCH, drawn()))),
             ("magnitude-pairs", self.magnitude_pairs, "reject",
              "in a share of {score:.2f} of the rows of {name} the negative entries are the "
-             "positive ones rescaled", _paired),
+             "positive ones rescaled", lambda rows, bias: _paired(_some(rows, 8, drawn()))),
         )  # fmt: skip
+
+
+SPARSE = ("zero-rows", "near-zero-entries")
+
+
+def pruned(named: Mapping[str, Tensor]) -> bool:
+    """Whether zeros are all over the network, not in the one layer that an attack changed."""
+    shares = sorted(_near_zero(rows, bias) for _, rows, bias in matrices(named))
+    return bool(shares) and shares[(len(shares) - 1) // 2] > 0.5
 
 
 def _judge(
@@ -178,7 +192,7 @@ def _zero_rows(rows: Tensor, bias: Tensor | None) -> float | None:
     return int((size <= 1e-6 * size.max()).sum()) / len(rows)
 
 
-def _near_zero(rows: Tensor, bias: Tensor | None) -> float | None:
+def _near_zero(rows: Tensor, bias: Tensor | None) -> float:
     size = float(rows.norm()) / rows.numel() ** 0.5
     return int(torch.count_nonzero(rows.abs() <= 1e-6 * size)) / rows.numel()
 
@@ -190,8 +204,11 @@ def _bias_dominance(rows: Tensor, bias: Tensor | None) -> float | None:
     return largest / usual if usual else float("inf") if largest else 0.0
 
 
-def _parallel(rows: Tensor, bias: Tensor | None) -> float | None:
-    rows = rows[:: max(1, len(rows) // SKETCH)][:SKETCH]
+def _some(rows: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    return rows[torch.randperm(len(rows), generator=rng)[:count]]
+
+
+def _parallel(rows: Tensor) -> float | None:
     gram = (rows @ rows.T).double()
     size = float(gram.trace())
     if len(rows) < 2 or rows.shape[1] < 2 or not size or not torch.isfinite(gram).all():
@@ -199,10 +216,10 @@ def _parallel(rows: Tensor, bias: Tensor | None) -> float | None:
     return min(rows.shape) * float(torch.linalg.eigvalsh(gram)[-1]) / size
 
 
-def _paired(rows: Tensor, bias: Tensor | None) -> float | None:
+def _paired(rows: Tensor) -> float | None:
     if rows.shape[1] < SKETCH:  # short rows pair by chance
         return None
-    rows = rows[:: max(1, len(rows) // 8)][:8].sort(dim=1).values
+    rows = rows.sort(dim=1).values
     half = rows.shape[1] // 2
     negative, positive = -rows[:, :half], rows[:, -half:].flip(1)  # both from large to small
     scale = positive.norm(dim=1, keepdim=True) / negative.norm(dim=1, keepdim=True)

@@ -63,7 +63,7 @@ def calibrate(
     return replace(policy, thresholds={**policy.thresholds, **raised}), said
 
 
-SHARES = {"duplicate-rows", "isolation", "near-zero-entries", "zero-rows"}
+SHARES = {"bins", "duplicate-rows", "isolation", "near-zero-entries", "zero-rows"}
 
 
 def _simulate(
@@ -85,17 +85,20 @@ def _simulate(
         torch.default_generator.manual_seed(1 + seed)  # the guard's own network has another seed
         model = copy.deepcopy(make_model())
     shards = torch.randperm(len(data), generator=rng).tensor_split(CLIENTS)
-    guards = [Guard(make_model, training, policy=policy) for _ in shards]
+    guards = [
+        Guard(make_model, training, policy=policy, secret=f"{seed}/{k}".encode())
+        for k in range(len(shards))
+    ]
     verdicts = []
-    for _ in range(ROUNDS):
+    for index in range(ROUNDS):
         trained = []
         for guard, shard in zip(guards, shards, strict=True):
             order = shard[torch.randperm(len(shard), generator=rng)]
             batch = Batch(data.inputs[order], data.labels[order])
-            verdicts.append(guard.check(model.state_dict(), batch))
+            verdicts.append(guard.check(model.state_dict(), batch, first=not index))
             local = train(model, batch, training, rng)
-            tolerated = _tolerated(guard, verdicts[-1], model, batch)
-            guard.remember(tolerated, subtract(parameters(model), local.update))
+            tolerated = _tolerated(guard, verdicts[-1], model, batch, not index)
+            guard.remember(tolerated, subtract(parameters(model), local.update) | local.buffers)
             guard.policy = policy
             trained.append(local)
         shares = aggregate.weights([len(shard) for shard in shards], "records")
@@ -105,7 +108,9 @@ def _simulate(
     return verdicts
 
 
-def _tolerated(guard: Guard, verdict: Verdict, model: nn.Module, batch: Batch) -> Verdict:
+def _tolerated(
+    guard: Guard, verdict: Verdict, model: nn.Module, batch: Batch, first: bool
+) -> Verdict:
     """A verdict that can be remembered: what fires is raised until it does not."""
     while not verdict.train:
         fired = {one.test: ROOM * one.score for one in verdict.fired}
@@ -116,5 +121,5 @@ def _tolerated(guard: Guard, verdict: Verdict, model: nn.Module, batch: Batch) -
                     "no threshold can mend that."
                 )
         guard.policy = replace(guard.policy, thresholds={**guard.policy.thresholds, **fired})
-        verdict = guard.check(model.state_dict(), batch)
+        verdict = guard.check(model.state_dict(), batch, first=first)
     return verdict

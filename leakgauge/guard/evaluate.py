@@ -4,7 +4,8 @@ A *unit* of work is one federation: four clients, each with a guard and a store 
 honest rounds in which every client checks the model, trains, and remembers. Where the unit says so,
 each attack is also sent: to clients without a memory before the first round, and to clients that
 remember honest rounds after the last. Other units measure the cost of a check beside a local epoch,
-and set the guard's self-audit beside what the attacks recover.
+and set the guard's self-audit beside what the attacks recover. The last send models of a server
+that has studied the guard, and count what it reads, also off an update with noise.
 
 A finished unit is one line of OUT/records.jsonl; units that have a line are not run again.
 """
@@ -35,18 +36,21 @@ from leakgauge.defences import ClipAndNoise
 from leakgauge.detectors import WarmUp, fires
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, aggregate, simulate, tampered, target
-from leakgauge.fl.local import train
+from leakgauge.fl.local import train, unnormalised
 from leakgauge.fl.partition import Dirichlet, Iid, LabelSkew, Partition
 from leakgauge.guard import findings
 from leakgauge.guard.guard import Guard, Verdict
 from leakgauge.guard.policy import Policy
-from leakgauge.tensors import parameters, subtract, weighted_mean
+from leakgauge.guard.studied import STUDIED, Host, Studied
+from leakgauge.tensors import norm, parameters, subtract, weighted_mean
 from leakgauge.types import Batch, Dataset, LocalTraining, Target, ThreatModel
 
-PROBED = 64  # records that a client hands to its guard
+PROBED = 64  # records of which the attacks' recoveries are counted
 CLIENTS = 4
 EPOCH = 2000  # records of the local epoch that a check is compared with
 RECOVERED = 50.0  # dB: an image that was read exactly
+SEEN = 20.0  # dB: an image that can be recognised
+NOISE = 0.1  # the norm of the noise on a studied update, over the update's own
 Make = Callable[[], nn.Module]
 Unit = Callable[[], dict[str, Any]]
 
@@ -194,29 +198,33 @@ def federations(quick: bool) -> list[Federation]:
             Federation("cnn", "adam", "iid", attacks=True, rounds=2, steps=2),
         ]
     hosts = [host for host in HOSTS if host != "strided"]
+    pairs = [(o, p) for o in OPTIMISERS for p in PARTITIONS]
+    pairs.sort(key=lambda pair: pair not in FIRST)
     plain = [
         Federation(host, optimiser, partition, attacks=(optimiser, partition) in ATTACKED)
+        for optimiser, partition in pairs
         for host in hosts
-        for optimiser in OPTIMISERS
-        for partition in PARTITIONS
     ]
     special = [Federation(host, start="pretrained", partition="iid", rounds=3) for host in hosts]
     special += [
         Federation(
             host, optimiser, partition, "zero-head", attacks=optimiser == "momentum", rounds=5
         )
-        for host in hosts
         for optimiser, partition in (("momentum", "dirichlet"), ("adam", "label-skew"))
+        for host in hosts
     ]
     noised = [
         Federation(host, epsilon=epsilon, rounds=3) for host in hosts for epsilon in (1e3, 1e5)
     ]
     # One step of eight records a round: the only training that SEER can read.
     joint = Federation("strided", "sgd", "iid", attacks=True, steps=1, batch=8, every=True)
-    return [*plain, *special, *noised, joint]
+    ahead = len(FIRST) * len(hosts)
+    return [*plain[:ahead], *special, *plain[ahead:], *noised, joint]
 
 
 ATTACKED = {("momentum", "dirichlet"), ("adam", "iid")}
+FIRST = (("momentum", "dirichlet"), ("adam", "label-skew"))
+"""What a part of the evaluation starts with: the usual, and the hardest."""
 
 
 # --- one unit -------------------------------------------------------------------------------------
@@ -235,31 +243,34 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
     attacked: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         guards = [
-            {name: Guard(make, training, policy=p, store=Path(folder, f"{k}-{name}"))
+            {name: Guard(make, training, policy=p, store=Path(folder, f"{k}-{name}"),
+                         secret=f"{seed}/{k}".encode())
              for name, p in chosen.items()}
             for k in range(CLIENTS)
         ]  # fmt: skip
         missed = [dict.fromkeys(chosen, 1) for _ in guards]
+        met: list[set[str]] = [set() for _ in guards]  # policies that have accepted a round
         for index in range(case.rounds):
             if case.attacks and index == 0:
-                attacked += _attacked(case, model, data, shards, guards, missed, index, rng)
+                attacked += _attacked(case, model, data, shards, guards, missed, met, index, rng)
             trained, sizes = [], []
             for k, mine in enumerate(guards):
                 if case.partition == "dirichlet" and index == 1 + k % 3:
                     missed[k] = {name: count + 1 for name, count in missed[k].items()}
                     continue  # sits this round out
-                held = _draw(data.private, shards[k], max(PROBED, case.batch * case.steps), rng)
-                truth = _first(held, case.batch * case.steps)
+                truth = _draw(data.private, shards[k], case.batch * case.steps, rng)
                 local = train(model, truth, training, rng, defence)
                 trained.append(local)
                 sizes.append(len(truth))
                 for name, guard in mine.items():
                     verdict = guard.check(
-                        model.state_dict(), _first(held, PROBED), missed=missed[k][name]
+                        model.state_dict(), truth, missed=missed[k][name], first=name not in met[k]
                     )
                     benign.append(_line(verdict, policy=name, round=index, client=k))
                     if verdict.train:
-                        guard.remember(verdict, subtract(parameters(model), local.update))
+                        met[k].add(name)
+                        sent = subtract(parameters(model), local.update) | local.buffers
+                        guard.remember(verdict, sent)
                     missed[k][name] = 1 if verdict.train else missed[k][name] + 1
             shares = aggregate.weights(sizes, "records")
             after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
@@ -268,7 +279,7 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
             model = copy.deepcopy(model)
             model.load_state_dict(after | weighted_mean(floats, shares), strict=False)
         if case.attacks:
-            attacked += _attacked(case, model, data, shards, guards, missed, case.rounds, rng)
+            attacked += _attacked(case, model, data, shards, guards, missed, met, case.rounds, rng)
     facts = {name: getattr(case, name) for name in ("host", "optimiser", "partition", "start")}
     return {"kind": "federation", **facts, "benign": benign, "attacked": attacked}
 
@@ -280,6 +291,7 @@ def _attacked(
     shards: Sequence[Tensor],
     guards: Sequence[dict[str, Guard]],
     missed: Sequence[dict[str, int]],
+    met: Sequence[set[str]],
     index: int,
     rng: torch.Generator,
 ) -> Iterator[dict[str, Any]]:
@@ -298,10 +310,11 @@ def _attacked(
             continue
         models_ = sent.models * CLIENTS if len(sent.models) == 1 else sent.models
         for k in (0, 1):
-            batch = _draw(data.private, shards[k], PROBED, rng)
+            batch = _draw(data.private, shards[k], records, rng)
             state = models_[k].state_dict()
             for name, guard in guards[k].items():
-                verdict = guard.check(state, batch, missed=missed[k][name])
+                first = name not in met[k]
+                verdict = guard.check(state, batch, missed=missed[k][name], first=first)
                 yield _line(verdict, policy=name, client=k, **facts)
 
 
@@ -323,12 +336,51 @@ def recover(variant: Variant, data: Data, seed: int, policy: Policy) -> dict[str
         truth = round_.truths[0].inputs
         pairs = metrics.assign.optimal(guess.inputs, truth)
         scores = metrics.psnr(guess.inputs[pairs[pairs >= 0]], truth[pairs >= 0])
-        verdict = Guard(make, training, policy=policy).check(sent.models[0].state_dict(), batch)
+        guard = Guard(make, training, policy=policy, secret=f"{seed}/{run}".encode())
+        verdict = guard.check(sent.models[0].state_dict(), batch, first=True)
         share = next((d.score for d in verdict.detections if d.test == "isolation"), None)
         said = None if share is None else share * len(batch)
         count = int((scores > RECOVERED).sum())
         lines.append({"recovered": count, "said": said, "records": len(batch)})
     return {"kind": "recovery", "attack": variant.name, "host": case.host, "runs": lines}
+
+
+def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
+    """What a server that has studied the guard reads of 64 images, and what the guard says."""
+    case: Studied = STUDIED[name]
+    classes = len(data.private.classes)
+    training = replace(_training(Federation("mlp"), data.private), batch_size=PROBED, steps=1)
+    training = case.training(training)
+
+    def make() -> Host:
+        return Host(case.kind, data.shape, classes)
+
+    lines = []
+    for run in range(3):
+        rng = _rng(seed, name, run)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=rng)))
+            model = make()
+        few = _part(data.public, torch.arange(min(2000, len(data.public))))
+        read = case.tamper(model, few, training, rng)
+        batch = _draw(data.private, torch.arange(len(data.private)), PROBED, rng)
+        update = train(model, batch, training, rng).update
+        spread = NOISE * norm(update) / sum(v.numel() for v in update.values()) ** 0.5
+        noised = {n: v + spread * torch.randn(v.shape, generator=rng) for n, v in update.items()}
+        guard = Guard(make, training, policy=policy, secret=f"{seed}/{run}".encode())
+        verdict = guard.check(model.state_dict(), batch, first=True)
+        share = next((d.score for d in verdict.detections if d.test == "isolation"), 0.0)
+        line: dict[str, Any] = {
+            "decision": verdict.decision,
+            "fired": [d.test for d in verdict.fired],
+        }
+        for word, sent in (("plain", update), ("noised", noised)):
+            guess = unnormalised(read(sent).float(), training).clamp(0, 1)
+            pairs = metrics.assign.optimal(guess, batch.inputs)
+            psnr = metrics.psnr(guess[pairs[pairs >= 0]], batch.inputs[pairs >= 0])
+            line |= {word: int((psnr > RECOVERED).sum()), f"{word}_seen": int((psnr > SEEN).sum())}
+        lines.append(line | {"said": share * len(batch), "records": len(batch)})
+    return {"kind": "studied", "attack": name, "runs": lines}
 
 
 def cost(host: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
@@ -342,14 +394,15 @@ def cost(host: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     began = time.process_time()
     local = train(model, truth, replace(training, epochs=1), rng)
     epoch = (time.process_time() - began) * EPOCH / records
-    guard = Guard(make, training, policy=policy)
-    verdict = guard.check(model.state_dict(), _first(truth, PROBED))
+    held = _first(truth, case.batch * case.steps)
+    guard = Guard(make, training, policy=policy, secret=b"cost")
+    verdict = guard.check(model.state_dict(), held, first=True)
     if verdict.train:
-        guard.remember(verdict, subtract(parameters(model), local.update))
+        guard.remember(verdict, subtract(parameters(model), local.update) | local.buffers)
     checks = []
     for _ in range(3):
         began = time.process_time()
-        guard.check(model.state_dict(), _first(truth, PROBED))
+        guard.check(model.state_dict(), held, first=not verdict.train)
         checks.append(time.process_time() - began)
     weights = sum(p.numel() for p in model.parameters())
     return {"kind": "cost", "host": host, "epoch": epoch, "checks": checks, "weights": weights}
@@ -434,10 +487,14 @@ def _first(batch: Batch, count: int) -> Batch:
 # --- all units ------------------------------------------------------------------------------------
 
 
-def units(data: Data, seed: int, quick: bool, policy: Policy) -> dict[str, Unit]:
-    """Every unit by its name, the cheap ones first."""
+def units(
+    data: Data, seed: int, quick: bool, policy: Policy, most: int | None = None
+) -> dict[str, Unit]:
+    """Every unit by its name; of the federations the first `most`."""
     todo: dict[str, Unit] = {}
-    for case in federations(quick):
+    for name in STUDIED:
+        todo[f"studied/{name}"] = partial(studied, name, data, seed, policy)
+    for case in federations(quick)[:most]:
         todo[case.id] = partial(play, case, data, seed, policy)
     for variant in RECOVERIES:
         todo[f"recovery/{variant.name}/{variant.hosts[0]}"] = partial(
@@ -454,6 +511,7 @@ def run(
     quick: bool = False,
     seed: int = 0,
     policy: Policy | None = None,
+    most: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
     """Run the units that OUT does not hold yet, and write result.json, table.md and figure.png."""
@@ -462,8 +520,10 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "records.jsonl"
     done = {line["id"]: line for line in _read(path)}
-    todo = units(data, seed, quick, policy)
-    run_ = hashlib.sha256(repr((__version__, policy, VARIANTS, quick)).encode()).hexdigest()[:8]
+    todo = units(data, seed, quick, policy, most)
+    run_ = hashlib.sha256(
+        repr((__version__, policy, VARIANTS, STUDIED, quick)).encode()
+    ).hexdigest()[:8]
     records = []
     for number, (name, unit) in enumerate(todo.items()):
         key = f"{data.private.name}/{run_}/{seed}/{name}"

@@ -71,6 +71,9 @@ def summarise(records: Records, facts: dict[str, Any]) -> dict[str, Any]:
             for r in records
             if r["kind"] == "recovery"
         ],
+        "studied": [
+            {k: r[k] for k in ("attack", "runs")} for r in records if r["kind"] == "studied"
+        ],
         "exposed": dict(_exposed(records)),
         "policies": {
             name: _policy(_lines(records, "benign", name), _lines(records, "attacked", name))
@@ -239,11 +242,27 @@ def markdown(result: dict[str, Any]) -> str:
         said = ", ".join("–" if one["said"] is None else f"{one['said']:.0f}" for one in r["runs"])
         got = ", ".join(f"{one['recovered']} of {one['records']}" for one in r["runs"])
         lines.append(f"| {r['attack']} | {r['host']} | {said} | {got} |")
+    lines += [
+        "",
+        "| a server that studied the guard | verdict | fired | guard said | read above 50 dB | "
+        "with noise: above 50 dB | above 20 dB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in result["studied"]:
+        runs = r["runs"]
+        verdicts = _counts(dict(Counter(one["decision"] for one in runs)))
+        fired = ", ".join(dict.fromkeys(test for one in runs for test in one["fired"])) or "–"
+        counts = [
+            ", ".join(f"{one[key]:.0f}" for one in runs)
+            for key in ("said", "plain", "noised", "noised_seen")
+        ]
+        lines.append(f"| {r['attack']} | {verdicts} | {fired} | {' | '.join(counts)} |")
     return "\n".join(lines) + "\n"
 
 
 def _counts(one: dict[str, Any]) -> str:
-    parts = [f"{one[name]} {name}" for name in ("REJECT", "EXPOSED", "ACCEPT") if one.get(name)]
+    names = ("REJECT", "EXPOSED", "INCONCLUSIVE", "ACCEPT")
+    parts = [f"{one[name]} {name}" for name in names if one.get(name)]
     return ", ".join(parts) or "–"
 
 

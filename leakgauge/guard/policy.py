@@ -7,6 +7,7 @@ before a model arrives; nothing that a server, or the submitter of a run, says i
     probe = { isolation = 0.3 } # another threshold
     first_conv = "off"
     averaging = "plain"         # the server averages undefended updates: the head invariant holds
+    require = ["batch"]         # an ACCEPT without a memory is enough
 
     [training]                  # what local training does, as in a plan
     lr = 0.01
@@ -16,6 +17,8 @@ before a model arrives; nothing that a server, or the submitter of a run, says i
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ from leakgauge.detectors import (
     FirstConv,
     HeadInvariant,
     Probe,
+    Replay,
     Structure,
     WarmUp,
     Weights,
@@ -38,10 +42,13 @@ from leakgauge.files import write_atomic
 from leakgauge.types import Detector, LocalTraining
 
 Off: TypeAlias = Literal["off"]
+Required: TypeAlias = Literal["batch", "memory", "coverage"]
+MEMORY = frozenset({"continuity", "drift", "replay", "head-invariant", "warm-up"})
+"""The tests that compare with earlier rounds: what an operator's restart excuses."""
 TESTS = frozenset(
-    {"continuity", "head-invariant", "duplicate-rows", "zero-rows", "near-zero-entries",
-     "bias-dominance", "stable-rank", "magnitude-pairs", "first-conv", "isolation", "d-snr",
-     "head-gain", "loss", "exact-d-snr", "warm-up"}
+    {"continuity", "drift", "replay", "head-invariant", "duplicate-rows", "zero-rows",
+     "near-zero-entries", "bias-dominance", "stable-rank", "magnitude-pairs", "first-conv",
+     "isolation", "bins", "d-snr", "coverage", "head-gain", "loss", "exact-d-snr", "warm-up"}
 )  # fmt: skip
 """The tests whose threshold a policy may set. Faults of structure are not among them."""
 
@@ -50,8 +57,11 @@ TESTS = frozenset(
 class Policy:
     """A test is its detector with its options, or "off".
 
-    `refuse_exposed` says whether a model whose update
-    would show single records is refused, though nothing shows that it was made so. `averaging` is
+    `require` names what an ACCEPT needs: "batch" records for the probe, "memory" an accepted round
+    before this one (or the operator's word that it is the first, or a restart), "coverage" that the
+    probe saw every weight matrix. Without it the verdict is INCONCLUSIVE. `refuse_exposed` says
+    whether a model whose update would show single records is refused, though nothing shows that it
+    was made so. `averaging` is
     "plain" only if the operator knows that the server averages, and that no client adds noise: the
     head invariant is then tested where local training is SGD without weight decay. `most_missed`
     bounds the rounds that a client can say it missed, because tolerance grows with them.
@@ -59,12 +69,14 @@ class Policy:
     """
 
     continuity: Continuity | Off = field(default_factory=Continuity)
+    replay: Replay | Off = field(default_factory=Replay)
     head_invariant: HeadInvariant | Off = field(default_factory=HeadInvariant)
     weights: Weights | Off = field(default_factory=Weights)
     first_conv: FirstConv | Off = field(default_factory=FirstConv)
     probe: Probe | Off = field(default_factory=Probe)
     exact_d_snr: DSNR | Off = "off"
     warm_up: WarmUp | Off = "off"
+    require: tuple[Required, ...] = ("batch", "memory")
     refuse_exposed: bool = True
     averaging: Literal["plain", "unknown"] = "unknown"
     most_missed: int = 10
@@ -83,6 +95,7 @@ class Policy:
         """Every test but that of structure, always made: its detector, or why it is off."""
         chosen: dict[str, Detector | Off] = {
             "continuity": self.continuity,
+            "replay": self.replay,
             "head_invariant": self.head_invariant,
             "weights": self.weights,
             "first_conv": self.first_conv,
@@ -111,7 +124,7 @@ class Settings:
     """What an operator's file holds: the policy, and what local training does."""
 
     policy: Policy = field(default_factory=Policy)
-    training: LocalTraining = field(default_factory=LocalTraining)
+    training: LocalTraining | None = None  # where the file does not say
 
 
 def read(path: Path) -> Settings:
@@ -128,15 +141,24 @@ def read(path: Path) -> Settings:
 
 def parse(table: Mapping[str, Any], where: str = "policy") -> Settings:
     rest = {key: value for key, value in table.items() if key != "training"}
-    training = build(LocalTraining, table.get("training", {}), f"{where}: training")
+    training = None
+    if "training" in table:
+        training = build(LocalTraining, table["training"], f"{where}: training")
     return Settings(build(Policy, rest, where), training)
+
+
+def digest(policy: Policy, training: LocalTraining) -> str:
+    """SHA-256 of all settings, defaults included."""
+    every = {"policy": dataclasses.asdict(policy), "training": dataclasses.asdict(training)}
+    return hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()
 
 
 def write(path: Path, settings: Settings, notes: list[str]) -> None:
     """The settings as TOML, what differs from the defaults only, below the notes as comments."""
     lines = [f"# {note}" for note in notes]
     lines += _lines(settings.policy, Policy())
-    lines += ["", "[training]", *_lines(settings.training, LocalTraining())]
+    if settings.training is not None:
+        lines += ["", "[training]", *_lines(settings.training, LocalTraining())]
     write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 

@@ -1,8 +1,12 @@
 """What a client remembers of one federation, on disk: one file, replaced whole or not at all.
 
-    STORE/history.safetensors   the last accepted model; in the header what else a History holds
+    STORE/history.safetensors   the last accepted model and an older one; in the header what else a
+                                History holds, the client's secret with it
+    STORE/overrides.jsonl       what an operator vouched for: one line each
     STORE/.lock                 held while a round is added
 
+Folder and files belong to their owner alone (0700, 0600): who knows the secret knows what the guard
+will sample.
 Weights and header are one file, so a crash leaves the old round or the new one, never a mixture.
 The header also names the federation, by the names, shapes and types of the client's own network,
 and a digest of it all: what was damaged, or made for another network, is an error and never an
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +33,10 @@ from leakgauge.errors import CheckpointError, PlanError
 from leakgauge.files import write_atomic
 from leakgauge.types import History, Named
 
-FORMAT = "leakgauge-guard-1"
+FORMAT = "leakgauge-guard-2"
+ANCHOR = "anchor/"  # before the names of the older model
 PATIENCE = 10.0  # seconds to wait for another process
-KEPT = 1000  # rounds of which the step sizes and snapshots are kept
+KEPT = 1000  # rounds of which digests and snapshots are kept
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
@@ -51,7 +57,7 @@ def read(folder: Path, federation: str) -> History | None:
             header = dict(file.metadata() or {})
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if header.get("format") != FORMAT:
-            raise ValueError("it was not written by this guard")
+            raise ValueError("it was not written by this guard, or by an older one")
         if header.pop("digest", None) != _digest(state, header):
             raise ValueError("its contents are not those that were written")
         history = _history(state, json.loads(header["memory"]))
@@ -81,12 +87,16 @@ def add(folder: Path, federation: str, history: History, after: int) -> None:
                 "process accepted a round meanwhile. Check the model again, and give each client "
                 "a store of its own."
             )
-        state = {name: t.detach().cpu().contiguous().clone() for name, t in history.state.items()}
+        tensors = dict(history.state) | {ANCHOR + n: t for n, t in history.anchor.items()}
+        state = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         memory = {
             "rounds": history.rounds,
             "own": dict(history.own),
-            "steps": [dict(step) for step in history.steps[-KEPT:]],
+            "since": dict(history.since),
+            "age": history.age,
+            "digests": list(history.digests[-KEPT:]),
             "snapshots": [[dict(one) for one in snap] for snap in history.snapshots[-KEPT:]],
+            "secret": history.secret.hex(),
         }
         header = {
             "format": FORMAT,
@@ -95,7 +105,8 @@ def add(folder: Path, federation: str, history: History, after: int) -> None:
         }
         header["digest"] = _digest(state, header)
         try:
-            write_atomic(folder / "history.safetensors", safetensors.torch.save(state, header))
+            content = safetensors.torch.save(state, header)
+            write_atomic(folder / "history.safetensors", content, private=True)
         except PlanError as error:
             raise CheckpointError(str(error)) from error
 
@@ -108,16 +119,20 @@ def _digest(state: Named, header: Mapping[str, str]) -> str:
     return total.hexdigest()
 
 
-def _history(state: Named, memory: dict[str, Any]) -> History:
+def _history(tensors: Named, memory: dict[str, Any]) -> History:
     return History(
-        state=state,
+        state={n: t for n, t in tensors.items() if not n.startswith(ANCHOR)},
         rounds=int(memory["rounds"]),
         own=_norms(memory["own"]),
-        steps=tuple(_norms(step) for step in memory["steps"]),
+        anchor={n.removeprefix(ANCHOR): t for n, t in tensors.items() if n.startswith(ANCHOR)},
+        since=_norms(memory["since"]),
+        age=int(memory["age"]),
+        digests=tuple(map(str, memory["digests"])),
         snapshots=tuple(
             tuple({n: _three(v) for n, v in one.items()} for one in snap)
             for snap in memory["snapshots"]
         ),
+        secret=bytes.fromhex(memory["secret"]),
     )
 
 
@@ -130,14 +145,32 @@ def _three(values: Any) -> tuple[float, float, float]:
     return mean, std, largest
 
 
+def log(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Add a line to the folder's overrides.jsonl."""
+    with _locked(folder), open(folder / "overrides.jsonl", "a", opener=_private) as file:
+        file.write(json.dumps(dict(entry), allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _owned(folder: Path) -> None:
+    """The folder, for its owner alone: also one that was made with other rights."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """No other process adds a round meanwhile. The system releases the lock when we end."""
     import fcntl  # not on Windows, where only the guard's store is missing
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
+        _owned(folder)
+        file = open(folder / ".lock", "a", opener=_private)  # noqa: SIM115  closed below
     except OSError as error:
         raise CheckpointError(
             f"the guard's store {folder} cannot be written: {error.strerror}; name another folder"
