@@ -222,6 +222,9 @@ def test_crashes_are_on_the_page_with_their_error(tmp_path):
     assert "failed: RuntimeError: boom" in page.text["findings"]
     assert "failed: RuntimeError: boom (6 times)" in page.text["coverage"]
     assert "File x.py, line 3" in page.text["coverage"]
+    assert '<section id="coverage">\n<details class="fold" open>' in html.render(
+        made, tmp_path, "hide"
+    )  # "read the errors below": they are to be seen
 
 
 def test_a_thousand_different_crashes_are_listed_in_part(tmp_path):
