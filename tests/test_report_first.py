@@ -72,7 +72,8 @@ def test_the_first_screen_has_all_its_parts_in_order(tmp_path, told, form, outco
         text[text.index(contents.OUTCOMES[outcome]) :],
         contents.OUTCOMES[outcome],
         made["verdict"]["headline"],
-        "This verdict rests on 12 different records",
+        ("What was measured" if outcome == "failed" else "This verdict")
+        + " rests on 12 different records",
         "Pictures recovered",
         figures[0].value,
         "The worst picture",

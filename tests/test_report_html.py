@@ -141,7 +141,7 @@ def test_every_section_says_its_part(page, result):
     assert "What hinders analytic most is the batch (batch 1 → 8)" in text["why"]
     assert "from over 50 dB to 33.0 dB, still above the limit of 15 dB" in text["why"]
     assert "33.0 dB −17.0 dB" in text["why"]
-    assert "1 % noise on the pixels moves the gradient by 0.017" in text["why"]
+    assert "The gradient follows the pixels closely: matching it is well posed." in text["why"]
     assert "share = 0.99" in text["defences"]
     assert "not run: the budget of 10 min was spent (2 times)" in text["coverage"]
     assert "An audit attacks; it does not prove" in text["limits"]
@@ -222,6 +222,9 @@ def test_crashes_are_on_the_page_with_their_error(tmp_path):
     assert "failed: RuntimeError: boom" in page.text["findings"]
     assert "failed: RuntimeError: boom (6 times)" in page.text["coverage"]
     assert "File x.py, line 3" in page.text["coverage"]
+    assert '<section id="coverage">\n<details class="fold" open>' in html.render(
+        made, tmp_path, "hide"
+    )  # "read the errors below": they are to be seen
 
 
 def test_a_thousand_different_crashes_are_listed_in_part(tmp_path):

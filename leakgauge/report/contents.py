@@ -200,8 +200,9 @@ def rests_on(result: Result) -> str | None:
         if trial["kind"] == "trial" and trial["status"] == "done" and trial["realism"] in JUDGED
     ]
     attacks = len({trial["attack"] for trial in done})
+    what = "What was measured" if result["verdict"]["outcome"] == "failed" else "This verdict"
     return (
-        f"This verdict rests on {count(result['verdict']['records'], 'different record')}, "
+        f"{what} rests on {count(result['verdict']['records'], 'different record')}, "
         f"attacked in {count(len(done), 'trial')} by {count(attacks, 'attack')}."
     )
 

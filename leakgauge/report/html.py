@@ -40,7 +40,6 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         pips=RISK_PIPS,
         risks=contents.RISKS,
         decibels=wording.decibels,
-        percent=wording.percent,
         defended=defended,
         svg=figures.svg,
         scale=figures.scale,

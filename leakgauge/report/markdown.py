@@ -180,9 +180,7 @@ def _why(result: Result) -> list[str]:
     if sensitivity := result["sensitivity"]:
         lines += [
             "",
-            f"Noise-to-gradient sensitivity: {wording.percent(sensitivity['noise'])} noise on "
-            f"the pixels moves the gradient by {sensitivity['cosine_distance']:.2g} in cosine "
-            "distance. " + escape(sensitivity["words"]),
+            f"Noise-to-gradient sensitivity: {escape(sensitivity['words'])}",
         ]
     return lines
 
