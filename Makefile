@@ -2,24 +2,24 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-READY := .venv/.ready
 
 .PHONY: audit test lint clean
 
-audit: $(READY)
+audit: .venv/.demo
 	$(BIN)/leakgauge audit --demo --overwrite --jobs 2
 
-test: $(READY)
+test: .venv/.dev
 	$(BIN)/python -m pytest -n 2
 
-lint: $(READY)
+lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(READY): pyproject.toml constraints.txt
+# The extra of this name, which has all that the command needs.
+.venv/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
 	touch $@
 
 clean:

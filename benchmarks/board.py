@@ -202,7 +202,7 @@ def execute(row: Row, run: int, *, judge: bool = True) -> Outcome:
 
 
 def score(setup: Setup, guess: Any, truth: Batch) -> Outcome:
-    """The measured part of an outcome: one number an image, beside its mean-image baseline."""
+    """The measured part of an outcome: one number per image, beside its mean-image baseline."""
     blank = mean_image(setup.data, setup.size).expand_as(truth.inputs)
     index = metrics.assign.optimal(guess.inputs, truth.inputs)
     paired = blank.clone()  # a truth without a guess is scored as if nothing were known
@@ -311,14 +311,14 @@ def calibrate(state: Path, rows: list[Row], console: Console) -> None:
     known = paces(state)
     for row in rows:
         known[row.id] = round(pace(row), 2)
-        console.print(f"{row.id}: {known[row.id]:.1f} CPU-s a run", highlight=False)
+        console.print(f"{row.id}: {known[row.id]:.1f} CPU-s per run", highlight=False)
         state.mkdir(parents=True, exist_ok=True)
         (state / "pace.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def show(state: Path, rows: list[Row], console: Console) -> None:
     table = Table()
-    for column in ("row", "runs", "done", "CPU-s a run", "CPU-s left"):
+    for column in ("row", "runs", "done", "CPU-s per run", "CPU-s left"):
         table.add_column(column, justify="left" if column == "row" else "right")
     left, unknown = 0.0, 0
     for row in rows:

@@ -22,7 +22,7 @@ Written by `python benchmarks/board.py --render` from the runs in `benchmarks/bo
 
 Each attack sees what a server sees (the global model, one client's update, the local training, the
 number of records), infers its labels and keeps its best iterate by its own objective. PSNR in dB,
-one number an image, under the optimal assignment of guesses to truths: median (lower quartile to
+one number per image, under the optimal assignment of guesses to truths: median (lower quartile to
 upper quartile), and the share of images at 20 dB or more. *Affine* is the PSNR after the best
 change of contrast and brightness, shown where batch norm normalises by the batch: there the update
 hardly carries contrast. CPU-s is the median CPU time of a run on one thread. *Paper* is the number
@@ -37,7 +37,7 @@ whose update covers *n* images takes the *k*-th *n* of them and seed *k*. With b
 ten pairs (image 10, seed 0), (20, 1), (30, 2), (40, 3), (50, 4), (60, 5), (70, 6), (80, 7), (90, 8)
 and (100, 9). The images of one batch share their weights; each is counted as a pair of its own.
 
-*Not run* rows are too dear for two cores; the command below their table runs them. *Missing* rows
+*Not run* rows take too long on two cores; the command below their table runs them. *Missing* rows
 have no finished run yet.
 """
 
@@ -64,7 +64,7 @@ def render(state: Path, rows: list[Row]) -> str:
 
 
 DRAWN = ("c2f-normal", "twin-normal", "twin-uniform", "twin-orthogonal", "twin-fan-in", "stage-30")
-"""The setups of the figure: one image a batch, so that every dot has weights of its own."""
+"""The setups of the figure: one image per batch, so that every dot has weights of its own."""
 
 
 def panels(state: Path, rows: list[Row]) -> list[Panel]:

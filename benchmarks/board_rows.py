@@ -133,7 +133,7 @@ INITS = {
 }
 C2F_WORDS = (
     "CIFAR-10, 32 × 32, ResNet-18, batch 1, one step, eval batch norm, normalised images. "
-    "Paper: C2F, {table}; means over 20 images, best of 5 tries of 30,000 iterations a stage. "
+    "Paper: C2F, {table}; means over 20 images, best of 5 tries of 30,000 iterations per stage. "
     "C2F does not name its fan mode; fan-out is torchvision's. Its Transfer (ImageNet weights) is "
     "left out: no such weights come with this project."
 )

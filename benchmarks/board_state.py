@@ -91,6 +91,6 @@ def paces(state: Path) -> dict[str, float]:
 
 
 def forecast(state: Path, row: Row) -> float | None:
-    """CPU-seconds a run: what finished runs took, else what was calibrated."""
+    """CPU-seconds per run: what finished runs took, else what was calibrated."""
     took = [o["cpu_seconds"] for o in outcomes(state, row).values() if o["status"] == "done"]
     return statistics.median(took) if took else paces(state).get(row.id)

@@ -2,8 +2,8 @@
 
     python benchmarks/guard_cost.py [ROUNDS]      prints the tables of docs/methods/detectors.md
 
-CIFAR-10, FedAvg of 4 clients, Dirichlet(0.5), 256 records a client and round in batches of 32, SGD
-with momentum .9; every client inspects every round's model with a memory of its own, the first one
+CIFAR-10, FedAvg of 4 clients, Dirichlet(0.5), 256 records per client and round in batches of 32,
+SGD with momentum .9; every client inspects every round's model with its own memory, the first one
 with the warm-up tests as well. Costs are CPU seconds, the median of five runs (of one for the
 warm-ups and the exact D-SNR), as a share of one epoch over 2000 records in batches of 32. One
 thread. Needs LEAKGAUGE_DATA.

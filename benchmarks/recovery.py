@@ -95,9 +95,9 @@ TABLES: dict[str, list[Row]] = {
         Row(CNN, "feature", Fishing(by="feature")),
     ],
     "loki": [
-        Row(RESNET, "16 images a client", Loki(), replace(ONE_STEP, batch_size=16), 16, 4),
-        Row(RESNET, "64 images a client", Loki(), clients=4),
-        Row(RESNET, "64 images a client, FedAvg", Loki(), FEDAVG, clients=4),
+        Row(RESNET, "16 images per client", Loki(), replace(ONE_STEP, batch_size=16), 16, 4),
+        Row(RESNET, "64 images per client", Loki(), clients=4),
+        Row(RESNET, "64 images per client, FedAvg", Loki(), FEDAVG, clients=4),
     ],
 }  # fmt: skip
 

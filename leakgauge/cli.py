@@ -1,21 +1,30 @@
 """The command line: thin verbs over the library.
 
+What a verb needs is imported when it runs: PyTorch alone takes seconds, and neither help nor a list
+needs it.
+
 Exit codes: 0 below the limit, 1 above it, 2 the plan or another input is wrong, 3 a trial failed,
-4 inconclusive, 5 a received model was rejected, 130 interrupted.
+4 inconclusive, 5 a received model was rejected, 70 an error that LeakGauge did not expect, 130
+interrupted, 141 the reader of its output is gone.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
+import os
 import sys
+import tempfile
 import tomllib
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import click
 import typer
 from rich import box
 from rich.console import Console
@@ -25,33 +34,29 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
-from leakgauge import audit as audits
-from leakgauge import data, report
+from leakgauge import catalogue
 from leakgauge._version import __version__
-from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, LABEL_RULES
-from leakgauge.audit import schema
-from leakgauge.audit.plan import duration
-from leakgauge.config import choose
-from leakgauge.defences import DEFENCES
+from leakgauge.cli_guard import app as guard_app
+from leakgauge.config import choose, no_exit
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
-from leakgauge.files import write_atomic
-from leakgauge.fl import PARTITIONS
-from leakgauge.guard.commands import app as guard_app
-from leakgauge.metrics import METRICS, load_lpips
-from leakgauge.models import INITS, MODELS
-from leakgauge.report import terminal
+
+if TYPE_CHECKING:
+    from leakgauge import audit as audits
 
 app = typer.Typer(
     help="How much of a client's private data does your federation's update give away?",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Data sets on disk.", no_args_is_help=True)
@@ -60,35 +65,62 @@ app.add_typer(guard_app, name="guard")
 console = Console(emoji=False, highlight=False)  # paths and names are printed as they are
 errors = Console(emoji=False, highlight=False, stderr=True)
 
-LISTS: dict[str, dict[str, Any]] = {
-    "attacks": dict(ATTACKS),
-    "active-attacks": dict(ACTIVE_ATTACKS),
-    "defences": dict(DEFENCES),
-    "models": dict(MODELS),
-    "initialisations": dict(INITS),
-    "data": dict(data.DATASETS),
-    "partitions": dict(PARTITIONS),
-    "metrics": {**METRICS, "lpips": load_lpips},
-    "labels": dict(LABEL_RULES),
-}
 FILLED = {"shape", "classes", "model", "rng", "guess", "truth", "weights", "head"}
 """Arguments of theirs that the audit fills in: no options of a plan."""
 
 
 def main() -> None:
-    """Run the command line; errors made by the input are one message and exit code 2."""
+    """Run the command line; errors made by the input are one message and exit code 2. Nothing that
+    goes wrong by itself ends with 0 or 1, which are verdicts."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # what libraries say to programmers
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may know fewer characters than we
     try:
-        app()
+        with no_exit():
+            code = app(standalone_mode=False)
     except LeakGaugeError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
+        code = _say(str(error), 2)
+    except click.ClickException as error:  # the command itself is not well formed
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = _say("interrupted", 130)
+    except BrokenPipeError:  # whoever read the output is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may flushing it complain
+        code = 141
+    except Exception as error:
+        code = _say(_unexpected(error), 70)
+    sys.exit(code or 0)
+
+
+def _say(words: str, code: int) -> int:
+    errors.print(f"[bold red]error:[/] {escape(words)}", soft_wrap=True)
+    return code
+
+
+def _unexpected(error: Exception) -> str:
+    """An error that LeakGauge did not expect, in words; its traceback goes to a file, or to the
+    terminal with --debug."""
+    what = f"LeakGauge did not expect this error: {type(error).__name__}: {error}."
+    ask = "Please report it, with the plan if you can, where you got LeakGauge from"
+    if "--debug" in sys.argv[1:]:
+        traceback.print_exception(error)
+        return f"{what} {ask}."
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", errors="replace", prefix="leakgauge-", suffix=".log", delete=False
+    ) as log:
+        traceback.print_exception(error, file=log)
+    return f"{what} {ask}, with the details in {log.name} (or run `leakgauge --debug …`)."
 
 
 @app.callback(invoke_without_command=True)
 def version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Print the traceback of an unexpected error.")
+    ] = False,
 ) -> None:
     if version:
         console.print(f"leakgauge {__version__}")
@@ -126,9 +158,14 @@ def audit(
     """Attack your own federation as PLAN (a TOML file) describes it, and report what leaks.
 
     Exit codes: 0 below the plan's limit, 1 above it, 2 the plan is wrong, 3 a trial failed,
-    4 inconclusive, 130 interrupted. `module:callable` in a plan is code, and it is run: audit only
-    plans you trust.
+    4 inconclusive, 70 an unexpected error, 130 interrupted. `module:callable` in a plan is code,
+    and it is run: audit only plans you trust.
     """
+    from leakgauge import audit as audits
+    from leakgauge import report
+    from leakgauge.audit.plan import duration
+    from leakgauge.report import terminal
+
     if (plan is None) != demo:
         raise PlanError("give either the path of a plan or --demo")
     if resume and overwrite:
@@ -153,9 +190,8 @@ def audit(
     for note in terminal.notes(result):
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     verdict = result["verdict"]
-    console.print(f"[bold]{escape(verdict['headline'])}[/]")
-    if result["explanation"]:
-        console.print(escape(result["explanation"]["sentence"]))
+    for line in terminal.verdict(result):
+        console.print(line)
     for path in report.write(store.out, images or ("show" if demo else "blur"), with_pdf=pdf):
         console.print(f"report    {escape(str(path))}", soft_wrap=True)
     console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
@@ -175,18 +211,20 @@ def audit(
 
 
 def _demo() -> audits.Plan:
+    from leakgauge import audit as audits
+
     return audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
 
 
 def _template(name: str) -> str:
-    return resources.files("leakgauge.audit").joinpath(name).read_text("utf-8")
+    return resources.files("leakgauge").joinpath("audit", name).read_text("utf-8")
 
 
 def _progress() -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        MofNCompleteColumn(),
+        _Counted(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
@@ -194,10 +232,22 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
+class _Counted(MofNCompleteColumn):
+    """How many of how many are done; nothing while their number is not known."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None else Text()
+
+
 def _watch(progress: Progress) -> audits.Watch:
     """A bar for the whole audit and one for each running trial."""
-    whole = progress.add_task("trials", total=None, note="")
+    from leakgauge import audit as audits
+
+    whole = progress.add_task("calibrating", total=None, note="trying each attack for a moment")
     running: dict[str, TaskID] = {}
+
+    def expect(total: int) -> None:
+        progress.update(whole, description="trials", total=total, note="")
 
     def begin(case: audits.Case) -> None:
         running[case.id] = progress.add_task(case.attack, total=None, note=case.kind)
@@ -210,7 +260,13 @@ def _watch(progress: Progress) -> audits.Watch:
         progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
-    return audits.Watch(lambda total: progress.update(whole, total=total), begin, step, end)
+    def say(words: str) -> None:
+        progress.console.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True)
+
+    def calibrate(attack: str) -> None:
+        progress.update(whole, description="calibrating", note=f"trying {attack} for a moment")
+
+    return audits.Watch(expect, begin, step, end, say, calibrate)
 
 
 @app.command()
@@ -218,6 +274,8 @@ def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("plan.toml"),
 ) -> None:
     """Write a commented plan to start from."""
+    from leakgauge.files import write_atomic
+
     if path.exists():
         raise PlanError(f"{path} is there already: name another file")
     write_atomic(path, _template("starter.toml").encode())
@@ -227,9 +285,11 @@ def init(
 @app.command()
 def check(plan: Annotated[Path, typer.Argument(help="A plan (TOML).")]) -> None:
     """Check a plan, say which of its attacks apply, and forecast time and memory."""
+    from leakgauge import audit as audits
+
     checked = audits.read(plan)
     table = Table(title=f"{escape(checked.name)}: valid", box=box.SIMPLE_HEAD)
-    for name in ("attack", "applies", "CPU s a trial"):
+    for name in ("attack", "applies", "CPU s per trial"):
         table.add_column(name, justify="right" if name.startswith("CPU") else "left")
     with console.status("trying each attack for a moment"):
         found = audits.forecast(checked)
@@ -239,8 +299,8 @@ def check(plan: Annotated[Path, typer.Argument(help="A plan (TOML).")]) -> None:
         table.add_row(one.attack, escape(applies), cost)
     console.print(table)
     console.print(
-        f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds and "
-        f"{found.megabytes:.0f} MB (from a few iterations; expect it to be off by a third)",
+        f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds "
+        f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
     if all(one.reason for one in found.attacks):
@@ -254,60 +314,90 @@ def report_(
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write report.pdf.")] = False,
 ) -> None:
     """Write the reports of a finished audit again, with other pictures or as PDF."""
+    from leakgauge import report
+
     for path in report.write(folder, images, with_pdf=pdf):
         console.print(f"report    {escape(str(path))}", soft_wrap=True)
 
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="The folder of an audit.")],
-    b: Annotated[Path, typer.Argument(help="The folder of another.")],
+    old: Annotated[Path, typer.Argument(help="The folder of an audit.")],
+    new: Annotated[Path, typer.Argument(help="The folder of a later one.")],
+    gate: Annotated[bool, typer.Option("--gate", help="End with 1 if NEW is worse.")] = False,
 ) -> None:
     """Compare two audits: what leaks more, what less, and how their plans differ."""
-    comparison = report.diff.compare(_result(a), _result(b))
-    for table in report.diff.tables(comparison):
+    from leakgauge import report
+
+    before, after = _result(old), _result(new)
+    worse = report.diff.worse(before, after) if gate else []
+    for table in report.diff.tables(report.diff.compare(before, after)):
         console.print(table)
+    for sentence in worse:
+        console.print(f"worse: {sentence}", style="red", markup=False, highlight=False)
+    if gate and not worse:
+        console.print("Nothing got worse.")
+    raise typer.Exit(1 if worse else 0)
 
 
 @app.command()
 def cite(folder: Annotated[Path, typer.Argument(help="The folder of an audit.")]) -> None:
     """Print BibTeX for the methods an audit used."""
+    from leakgauge import report
+
     print(report.references.bibtex(_result(folder)))
 
 
 def _result(path: Path) -> dict[str, Any]:
+    from leakgauge.audit import schema
+
     return schema.load(path / "result.json" if path.is_dir() else path)
 
 
 @app.command("list")
 def list_(
-    kind: Annotated[str | None, typer.Argument(help=", ".join(LISTS))] = None,
+    what: Annotated[
+        str | None,
+        typer.Argument(help=f"A method, or a kind: {', '.join(catalogue.KINDS)}."),
+    ] = None,
+    long: Annotated[bool, typer.Option("--long", help="Everything about each method.")] = False,
 ) -> None:
-    """What a plan can name, with the options it takes and their defaults.
+    """What a plan can name: one line per method, or all about one of them.
 
-    KIND is one of: attacks, active-attacks, defences, models, initialisations, data, partitions,
-    metrics, labels.
+    All about a method is where it comes from, what it does, and the options that a plan may set,
+    with their defaults.
     """
-    kinds = LISTS if kind is None else {kind: choose(LISTS, kind, "list")}
-    for name, items in kinds.items():
-        table = Table(title=name, title_justify="left", show_header=False, box=None)
-        table.add_column(no_wrap=True, style="bold")
-        table.add_column()
-        for key, item in items.items():
-            about, options = escape(_about(item)), escape(", ".join(_options(item)))
-            table.add_row(key, about + ("\n" if about and options else "") + f"[dim]{options}[/]")
-        console.print(table)
-        console.print()
+    known = {kind: catalogue.entries(kind) for kind in catalogue.KINDS}
+    if what in known:
+        known = {what: known[what]}
+    elif what is not None:
+        choose(
+            dict.fromkeys([*known, *(e.name for es in known.values() for e in es)]), what, "name"
+        )
+        known = {kind: [e for e in es if e.name == what] for kind, es in known.items()}
+        long = True
+    for kind, found in known.items():
+        if found:
+            console.print(f"[bold]{kind}[/]: {catalogue.KINDS[kind].about}", soft_wrap=True)
+            table = Table(show_header=False, box=None)
+            table.add_column(no_wrap=True, style="bold")
+            table.add_column(overflow="fold")
+            for entry in found:
+                table.add_row(entry.name, _details(kind, entry) if long else escape(entry.summary))
+            console.print(table)
+            console.print()
 
 
-def _about(item: Any) -> str:
-    """The first paragraph of what its author wrote about it."""
-    if isinstance(item, partial):
-        item = item.func
-    text = item.__doc__ or ""
-    if text.startswith(f"{item.__name__}("):  # a dataclass without words has its signature there
-        text = sys.modules[item.__module__].__doc__ or ""
-    return " ".join(text.split("\n\n")[0].split())
+def _details(kind: str, entry: catalogue.Entry) -> str:
+    """What its author wrote about it, and its options."""
+    item = catalogue.load(entry)
+    made = item.func if isinstance(item, partial) else item
+    paragraphs = str(inspect.getdoc(made)).split("\n\n")
+    if [e.module for e in catalogue.entries(kind)].count(entry.module) == 1:  # a file of its own
+        paragraphs.append(str(inspect.getdoc(sys.modules[entry.module])).split("\n\n")[0])
+    if options := _options(item):
+        paragraphs.append(f"options: {', '.join(options)}")
+    return escape("\n".join(" ".join(text.split()) for text in paragraphs))
 
 
 def _options(item: Callable[..., Any]) -> list[str]:
@@ -331,7 +421,10 @@ def _toml(value: Any) -> str:
 
 @data_app.command("fetch")
 def data_fetch(
-    name: Annotated[Literal["cifar10", "cifar100", "mnist", "fashion-mnist"], typer.Argument()],
+    name: Annotated[
+        Literal["cifar10", "cifar100", "mnist", "fashion-mnist"],
+        typer.Argument(help="The data set."),
+    ],
     into: Annotated[
         Path | None, typer.Option(help="Folder (default: LEAKGAUGE_DATA, else in ~/.cache).")
     ] = None,
@@ -341,6 +434,8 @@ def data_fetch(
 
     Without a network it says which files to place where.
     """
+    from leakgauge import data
+
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(name, total=None)

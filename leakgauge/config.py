@@ -9,14 +9,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import importlib.util
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
-from leakgauge.errors import PlanError
+from leakgauge.errors import MissingExtra, PlanError
 
 T = TypeVar("T")
+LARGEST = sys.float_info.max
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -35,12 +40,38 @@ def choose(table: Mapping[str, T], name: object, what: str) -> T:
     return table[name]
 
 
+def optional(module: str, extra: str, use: str) -> types.ModuleType:
+    """A package that only an extra of ours installs, for this use of it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise  # it is there, and broken
+        raise _missing(package, extra, use) from None
+
+
+def installed(package: str, extra: str, use: str) -> Path:
+    """The folder of such a package, which is not imported: that can take a second."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing(package, extra, use)
+    return Path(spec.submodule_search_locations[0])
+
+
+def _missing(package: str, extra: str, use: str) -> MissingExtra:
+    return MissingExtra(
+        f"{use} needs the package {package!r}, which is not installed: "
+        f"pip install 'leakgauge[{extra}]'"
+    )
+
+
 def imported(spec: str, what: str) -> Callable[..., Any]:
     """The callable that "module:callable" names. It is the user's code: importing it runs it."""
     module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise PlanError(
             f"{what} {spec!r} could not be imported ({type(error).__name__}: {error}): expected "
             '"module:callable", with the module on the Python path or in the folder you run from'
@@ -54,6 +85,18 @@ def imported(spec: str, what: str) -> Callable[..., Any]:
             + did_you_mean(name, functions)
         )
     return found  # type: ignore[no-any-return]  # callable() does not narrow Any
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Code of the user's that calls sys.exit() may not end the audit as if it were done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise PlanError(
+            f"code that the plan names ended the program with sys.exit({error.code!r}): remove "
+            "that call, or raise an error that says what is wrong"
+        ) from error
 
 
 def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
@@ -103,12 +146,23 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise PlanError(f"{where}: expected a table, got {value!r}")
         return {k: convert(v, args[1], f"{where}.{k}") for k, v in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) <= LARGEST:  # NaN too; a TOML integer may exceed any float
+            raise PlanError(f"{where}: expected a finite number, got {shown(value)}")
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         kind = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        raise PlanError(f"{where}: expected {kind.get(hint, hint.__name__)}, got {value!r}")
+        raise PlanError(f"{where}: expected {kind.get(hint, hint.__name__)}, got {shown(value)}")
     return value
+
+
+def shown(value: object) -> str:
+    """A value in a message: a number of a thousand digits is not shown whole."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:

@@ -102,15 +102,26 @@ def magnitude_and_sensitivity(
 ) -> tuple[Tensor, Tensor]:
     """|g_i| and Σ_j |∂g_i/∂x_j| of every element of the named parameter's gradient: flat (n,)."""
     live = ready(model, training)
-    values = dict(live.named_parameters())
+    values = {n: p for n, p in live.named_parameters() if p.requires_grad}
     if name not in values:
         raise InputError(
-            f"the model has no parameter {name!r}: choose one of {', '.join(sorted(values))}"
+            f"parameter {name!r} is not in the update: choose one of {', '.join(sorted(values))}"
         )
     inputs = truth.inputs.detach().clone().requires_grad_()
-    weight = values[name].requires_grad_()
     objective = loss(live, values, inputs, truth.labels, training)
-    (found,) = torch.autograd.grad(objective, weight, create_graph=True)
+    (found,) = torch.autograd.grad(
+        objective, values[name], create_graph=True, materialize_grads=True
+    )
+    (reached,) = (
+        torch.autograd.grad(found.sum(), inputs, retain_graph=True, allow_unused=True)
+        if found.requires_grad
+        else (None,)
+    )
+    if reached is None:
+        raise InputError(
+            f"the gradient of {name!r} does not depend on the image: the model's forward cuts the "
+            "derivative off (detach() or no_grad())"
+        )
     flat = found.flatten()
     sums = []
     for rows in torch.split(torch.eye(len(flat), dtype=flat.dtype), chunk):
@@ -131,5 +142,5 @@ def pearson(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -
     a, b = a - a.mean(), b - b.mean()
     scale = float(a.norm() * b.norm())
     if not scale:
-        raise InputError("correlation: one of the two lists is constant, so there is none to find")
+        raise InputError("correlation: one of the two lists is constant, so it has no correlation")
     return float(a @ b) / scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -47,6 +48,14 @@ def write_atomic(path: Path, content: bytes, *, private: bool = False) -> None:
 def write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(path, (text + "\n").encode())
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file. What may never end (a pipe, a socket, a device) is an OSError,
+    without being opened."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, expected a plain file")
+    return path.read_bytes()
 
 
 def read_tensors(path: Path, most: int | None = None) -> Named:

@@ -10,8 +10,8 @@ autograd graph, no gradient slot and no shared storage leads back to the truth.
 | aggregate | the global model and the weighted mean of all updates    |
 | client    | two consecutive global models, and its own records       |
 
-A *malicious* server or aggregate may also change the model that it sends, and keeps what it needs
-to read the updates by.
+A *malicious* server or aggregate may also change the model that it sends, keeps what it needs to
+read the updates by, and holds public images of the same kind if the plan sets some aside.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from leakgauge.types import (
     ThreatModel,
 )
 
-KNOWLEDGE: dict[Knowledge, str] = {
+PUBLIC = "public"  # held or not; never granted, and no attack reads it after the round
+
+KNOWLEDGE: dict[str, str] = {
     "training": "learning rate, steps, batch size and modes of the local training",
     "records": "the number of records behind the update",
     "labels": "the true labels",
     "own": "the attacking client's own records",
     "statistics": "mean and variance of the private batch at every batch-norm layer",
+    PUBLIC: "images of the same kind that belong to no client",
 }
 
 PROTOCOL: dict[Actor, frozenset[Knowledge]] = {  # what each actor is told in any case
@@ -61,7 +64,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
             f"threat.client is {threat.client}, but {len(round_.updates)} clients took part"
         )
     before = {n: p.detach() for n, p in round_.model.named_parameters() if p.requires_grad}
-    seen = _seen(round_, threat)
+    seen = victims(round_, threat)
     if threat.actor == "client":
         check_like(round_.after, before.items(), "the global model after the round")
         update = subtract(before, round_.after)
@@ -93,7 +96,7 @@ def observe(round_: Round, threat: ThreatModel) -> Observation:
 def _training(round_: Round, threat: ThreatModel) -> LocalTraining:
     """The training behind the observed update. An aggregate looks like that of one *super-client*
     whose batches hold a batch of every client (exact for one step, an approximation beyond)."""
-    batch_size = round_.training.batch_size * len(_seen(round_, threat))
+    batch_size = round_.training.batch_size * len(victims(round_, threat))
     return replace(round_.training, batch_size=batch_size)
 
 
@@ -106,23 +109,29 @@ def _statistics(round_: Round, threat: ThreatModel) -> Statistics:
 
 def covered(round_: Round, threat: ThreatModel) -> Batch:
     """The records behind the observed update: what a reconstruction is judged against."""
-    truths = [round_.truths[k] for k in _seen(round_, threat)]
+    truths = [round_.truths[k] for k in victims(round_, threat)]
     return Batch(
         torch.cat([truth.inputs for truth in truths]), torch.cat([truth.labels for truth in truths])
     )
 
 
-def _seen(round_: Round, threat: ThreatModel) -> list[int]:
-    """The clients whose records are in the observed update."""
+def victims(round_: Round, threat: ThreatModel) -> list[int]:
+    """The clients whose records are behind the observed update."""
     return [threat.client] if threat.actor == "server" else list(range(len(round_.updates)))
 
 
-def holds(threat: ThreatModel) -> frozenset[Knowledge]:
+def holds(threat: ThreatModel, public: int = 0) -> frozenset[str]:
     """All knowledge of this attacker: what is granted, and what the actor has by itself.
 
-    Only a client has records of its own: no grant gives them to another actor.
+    Only a client has records of its own, and only a malicious server or aggregate holds the
+    `public` records that were set aside (in its `Target`): no grant gives them to another.
     """
-    return threat.grants - {"own"} | ({"own"} if threat.actor == "client" else set())
+    held: set[str] = set(threat.grants - {"own"})
+    if threat.actor == "client":
+        held.add("own")
+    elif threat.malicious and public:
+        held.add(PUBLIC)
+    return frozenset(held)
 
 
 def check(name: str, attack: Attack, threat: ThreatModel) -> None:
@@ -145,12 +154,18 @@ def check(name: str, attack: Attack, threat: ThreatModel) -> None:
         )
 
 
-def realism(threat: ThreatModel) -> Realism:
-    """The tag that stands beside every number: what the attacker had been given.
+def realism(threat: ThreatModel, attack: Attack | None = None) -> Realism:
+    """The tag that stands beside every number: what the attacker did and had been given.
 
-    *realistic*: what the protocol shows this actor anyway; *informed*: more, but nothing private (a
-    client that knows how many records took part); *oracle*: truths no attacker would have.
+    *realistic*: only looks, at what the protocol shows this actor anyway; *active*: changes the
+    model that the clients receive; *informed*: only looks, but knows more, of a kind that is not
+    private (a client that knows how many records took part); *oracle*: was told truths that no
+    attacker would have. An `attack` that only looks is not active, whoever runs it; without one,
+    the tag is that of the strongest attack that the threat model allows.
     """
     if threat.grants & {"labels", "statistics"}:
         return "oracle"
+    manipulates = attack is None or isinstance(attack, ActiveAttack)
+    if threat.malicious and threat.actor != "client" and manipulates:
+        return "active"
     return "informed" if threat.grants - PROTOCOL[threat.actor] - {"own"} else "realistic"

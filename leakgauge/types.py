@@ -21,7 +21,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
 Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
-Realism: TypeAlias = Literal["realistic", "informed", "oracle"]
+Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Round:
 
     `model` holds the global weights before the round, `after` those after it (parameters only).
     `truths[k]`, `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the
-    aggregation weights (sum 1).
+    aggregation weights (sum 1). `defence` is what every client of the round did to protect itself.
     """
 
     model: nn.Module
@@ -94,6 +94,8 @@ class Round:
     shape: tuple[int, int, int]
     classes: int
     index: int = 0
+    server_lr: float = 1.0
+    defence: Defence | None = None
     secret: Mapping[str, Any] | None = None  # of a malicious server
 
 
@@ -117,7 +119,7 @@ class Observation:
 
     `update` is before − after: of one client (server), or of the whole round (aggregate, client).
     `secret` is what a malicious server kept when it changed the model; `model` is then what it sent
-    (to the first client, where each got its own).
+    (to the victim, where each client got its own; to the first one behind an aggregate).
     """
 
     model: nn.Module
@@ -137,7 +139,7 @@ class Resources:
     """Where and how long an attack may compute: parameters of the run, never of the method.
 
     `dtype=None` leaves the precision to the attack; `progress(done, total, objective)` is called
-    once an iteration.
+    once per iteration.
     """
 
     device: str = "cpu"
@@ -150,7 +152,7 @@ class Resources:
 class Reconstruction:
     """An attack's guess with the attack's own residual: it never knew how good the guess is.
 
-    `history` is its objective an iteration, `distances` the gradient distance in it.
+    `history` is its objective per iteration, `distances` the gradient distance in it.
     """
 
     inputs: Tensor
@@ -182,7 +184,7 @@ class Target:
     shape: tuple[int, int, int]
     classes: int
     training: LocalTraining
-    records: int  # of one client
+    records: int  # behind the update that it will read
     clients: int = 1
     public: Dataset | None = None
 
@@ -293,6 +295,6 @@ Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 
 
 class Metric(Protocol):
-    """Scores guesses (N, C, H, W) against truths of the same shape, one score a sample: (N,)."""
+    """Scores guesses (N, C, H, W) against truths of the same shape, one score per sample: (N,)."""
 
     def __call__(self, guess: Tensor, truth: Tensor) -> Tensor: ...

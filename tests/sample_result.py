@@ -1,4 +1,4 @@
-"""A schema-2 result as an audit writes it, with its pictures, of any size: for tests of reports."""
+"""A result as an audit writes it, with its pictures, of any size: for tests of reports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from leakgauge import __version__
+from leakgauge.audit.schema import SCHEMA
+from leakgauge.audit.summary import derived
+
 ATTACKS = ("analytic", "inverting-gradients", "dlg")
 DEFENCES = ("none", "prune")
-EXIT = {"leaks": 1, "below the limit": 0, "inconclusive": 4, "failed": 3}
 SEES = {  # dB each attack reaches without a defence; a defence takes some away
     "analytic": 58.0,
     "inverting-gradients": 24.0,
@@ -34,8 +37,8 @@ def sample(
     text: str = "",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Make one in `folder`. `pool` lets trials share that many pairs of pictures; `text` is put
-    into every text that a user, a file or an error can choose."""
+    """Make one in `folder` that ends in this outcome. `pool` lets trials share that many pairs of
+    pictures; `text` is put into every text that a user, a file or an error can choose."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     trials = [
@@ -45,12 +48,24 @@ def sample(
         for s in range(seeds)
         for attack in attacks
     ]
-    summary = _summary(trials)
-    best = max(summary, key=lambda row: row["scores"]["psnr"]["median"])
-    psnr = best["scores"]["psnr"]
+    if outcome != "leaks":
+        for trial in trials:
+            _protect(trial)
+    if outcome == "failed":
+        trials[0] = failed(trials[0], f"RuntimeError: it broke{text}", f"Traceback{text}")
+    first = trials[-1]
+    twin = _other(first, "control", f"control.{attacks[0]}", attacks[0] + text, 61.0)
+    cannot = {k: twin[k] for k in ("round", "defence", "seed", "realism", "times", "kind")} | {
+        "id": f"control.{attacks[-1]}.none",
+        "attack": attacks[-1] + text,
+        "status": "not applicable",
+        "error": "needs a linear layer → there is none" + text,
+    }
+    rungs = [_other(first, "ladder", f"ladder.{dB}", attacks[0] + text, dB) for dB in (33.0, 17.5)]
+    extra = [twin, cannot, *rungs] if outcome != "inconclusive" else [cannot, *rungs]
     result: dict[str, Any] = {
-        "schema": 2,
-        "leakgauge": "0.1.0",
+        "schema": SCHEMA,
+        "leakgauge": __version__,
         "versions": {"python": "3.11.7", "torch": "2.13.0+cpu" + text},
         "name": "hospital" + text,
         "fingerprint": "04fe4d7bb2e8052115a2d11ca9706a988b8d17305fc45bc5f5e2672c49933451",
@@ -76,63 +91,22 @@ def sample(
                 "own": "the attacking client's own records",
             },
         },
-        "verdict": {
-            "outcome": outcome,
-            "exit_code": EXIT[outcome],
-            "headline": f"This federation leaks: {best['attack']} recovered 92 % of the attacked "
-            "records beyond 15 dB.",
-            "sentences": [
-                f"Positive control: 2 of 3 attacks broke the known-weak twin (analytic).{text}",
-                f"With defence prune{text}: 0 % of the records leak.",
-            ],
-            "risk": best["risk"]["median"],
-            "limit": {"psnr": 15.0, "share": 0.1},
-            "worst": {
-                "round": best["round"],
-                "defence": best["defence"],
-                "attack": best["attack"],
-                "median": psnr["median"],
-                "interval": psnr["interval"],
-                "most": psnr["most"],
-                "share": 0.92,
-                "records": best["records"],
-            },
-        },
-        "control": [
-            {
-                "attack": attacks[0] + text,
-                "psnr": 61.2,
-                "baseline": 11.0,
-                "passed": True,
-                "reason": None,
-                "trial": "control.a",
-            },
-            {
-                "attack": attacks[-1] + text,
-                "psnr": None,
-                "baseline": None,
-                "passed": False,
-                "reason": "needs a linear layer → there is none" + text,
-                "trial": "control.b",
-            },
-        ],
-        "summary": summary,
+        "control": [{"trials": [trial["id"]]} for trial in (twin, cannot)],
         "explanation": {
             "attack": attacks[0] + text,
             "rungs": [
-                _rung("twin", "batch 1, one step, untrained" + text, 61.0, None),
-                _rung("batch", "batch 1 → 8", 33.0, -28.0),
-                _rung("batch norm", "eval → train batch norm", 17.5, -15.5),
-                _rung("defence", f"no defence → prune{text}", None, None),
+                _rung("twin", "batch 1, one step, untrained" + text, twin["id"]),
+                _rung("batch", "batch 1 → 8", rungs[0]["id"]),
+                _rung("batch norm", "eval → train batch norm", rungs[1]["id"]),
+                _rung("defence", f"no defence → prune{text}", trials[-1]["id"]),
             ],
-            "sentence": f"The batch size protects most: it takes 28 dB away.{text}",
         },
         "sensitivity": {
             "noise": 0.01,
             "cosine_distance": 0.0171,
             "words": f"The gradient follows the pixels closely: matching it is well posed.{text}",
         },
-        "trials": trials,
+        "trials": [*trials, *extra],
         "not_run": [
             {"id": f"round0.none.dlg.seed{7 + i}", "attack": attacks[-1] + text,
              "reason": "the budget of 10 min was spent" + text}
@@ -146,7 +120,21 @@ def sample(
             "finished": "2026-01-05T10:20:30Z",
         },
     }  # fmt: skip
+    if outcome == "below the limit":  # some dozen records can show no lower limit
+        result["plan"]["audit"]["limit"] |= {"share": 0.5, "found": 0.5}
+        result["not_run"] = []
+    rederive(result)
+    assert result["verdict"]["outcome"] == outcome
     save(folder, result)
+    return result
+
+
+def rederive(result: dict[str, Any]) -> dict[str, Any]:
+    """Bring what follows from the trials up to them, after an edit."""
+    controls = [trial for entry in result["control"] for trial in entry["trials"]]
+    result |= derived(
+        result["plan"], result["trials"], controls, result["explanation"], result["not_run"]
+    )
     return result
 
 
@@ -166,18 +154,21 @@ def failed(trial: dict[str, Any], error: str, traceback: str) -> dict[str, Any]:
     }
 
 
-def spread(values: list[float]) -> dict[str, Any]:
-    low, q1, median, q3, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
-    half = 1.6 * (q3 - q1) / len(values) ** 0.5
-    return {
-        "mean": float(np.mean(values)),
-        "median": median,
-        "quartiles": [q1, q3],
-        "interval": [max(low, median - half), min(high, median + half)],
-        "least": low,
-        "most": high,
-        "count": len(values),
-    }
+def _protect(trial: dict[str, Any]) -> None:
+    """The same trial, had it recovered nothing."""
+    count = trial["records"]
+    trial["scores"] = trial["scores"] | {"psnr": [9.0] * count, "identified": [0.0] * count}
+    trial["labels"] = trial["labels"] | {"accuracy": 0.25}
+
+
+def _other(trial: dict[str, Any], kind: str, name: str, attack: str, psnr: float) -> dict[str, Any]:
+    """The same trial with another score, of another kind."""
+    count = trial["records"]
+    scores = {"psnr": [psnr] * count, "ssim": [0.9] * count, "identified": [1.0] * count}
+    return trial | {
+        "id": name, "kind": kind, "attack": attack, "realism": "realistic", "scores": scores,
+        "labels": trial["labels"] | {"accuracy": 1.0},
+    }  # fmt: skip
 
 
 def picture(shape: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
@@ -279,54 +270,8 @@ def _trial(
     }
 
 
-def _summary(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for trial in trials:
-        groups.setdefault((trial["round"], trial["defence"], trial["attack"]), []).append(trial)
-    rows = []
-    for (stage, defence, attack), group in groups.items():
-        pooled = {
-            metric: [v for trial in group for v in trial["scores"][metric]]
-            for metric in group[0]["scores"]
-        }
-        median = float(np.median(pooled["psnr"]))
-        rows.append(
-            {
-                "round": stage,
-                "defence": defence,
-                "attack": attack,
-                "trials": len(group),
-                "failed": 0,
-                "not_applicable": 0,
-                "reason": None,
-                "realism": group[0]["realism"],
-                "records": sum(trial["records"] for trial in group),
-                "scores": {metric: spread(values) for metric, values in pooled.items()},
-                "baselines": {
-                    "mean image": {"psnr": 11.2, "ssim": 0.05},
-                    "random image": {"psnr": 9.7, "ssim": 0.01},
-                    "identified": 1 / 204,
-                },
-                "labels": {"accuracy": 0.875, "random": 0.3, "class prior": 0.34},
-                "success_rate": float(np.mean(np.array(pooled["psnr"]) >= 20)),
-                "risk": {"median": _risk(median), "worst": _risk(max(pooled["psnr"]))},
-                "leaking": float(np.mean(np.array(pooled["psnr"]) >= 15)),
-                "caveats": list(
-                    dict.fromkeys(caveat for trial in group for caveat in trial["caveats"])
-                ),
-            }
-        )
-    return rows
-
-
-def _risk(psnr: float) -> str:
-    return (
-        "very high" if psnr >= 20 else "high" if psnr >= 15 else "medium" if psnr >= 10 else "low"
-    )
-
-
-def _rung(factor: str, label: str, median: float | None, change: float | None) -> dict[str, Any]:
-    return {"factor": factor, "label": label, "median": median, "change": change, "trials": 3}
+def _rung(factor: str, label: str, *trials: str) -> dict[str, Any]:
+    return {"factor": factor, "label": label, "trials": list(trials)}
 
 
 def _plan(
@@ -359,6 +304,7 @@ def _plan(
         "threat": {"actor": "server", "grants": ["records", "training"], "client": 0},
         "defence": [{"name": defence + text} | options.get(defence, {}) for defence in defences],
         "audit": {
+            "limit": {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5},
             "seeds": list(range(seeds)),
             "metrics": ["psnr", "ssim"],
             "note": text,

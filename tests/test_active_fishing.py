@@ -179,7 +179,7 @@ def test_wrong_options_and_hosts_are_answered():
     with pytest.raises(NotApplicable, match=r"row = 0\.5"):
         Fishing().tamper(replace(given, model=blank), seeded())
     unbiased = nn.Sequential(nn.Flatten(), nn.Linear(768, 4, bias=False))
-    with pytest.raises(NotApplicable, match="sets the bias of the last layer"):
+    with pytest.raises(NotApplicable, match="the bias of the last layer, and in '1'"):
         Fishing().tamper(replace(given, model=unbiased), seeded())
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +25,8 @@ from leakgauge import metrics, threat
 from leakgauge.audit import Store, Watch, images, parse, run
 from leakgauge.audit.bench import _thinned, rng_of
 from leakgauge.audit.cases import trials as cases
-from leakgauge.audit.result import spread, summarise
-from leakgauge.errors import InputError, NotApplicable
+from leakgauge.audit.summary import spread, summarise
+from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import simulate
 from leakgauge.report import references
 from leakgauge.types import Batch, Reconstruction
@@ -151,7 +153,8 @@ def test_what_run_returns_is_what_it_writes(tmp_path):
     result = run(tiny(), Store(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     trial = only(result)
-    assert json.loads((tmp_path / "out" / "trials" / f"{trial['id']}.json").read_text()) == trial
+    kept = json.loads((tmp_path / "out" / "trials" / f"{trial['id']}.json").read_text())
+    assert kept == trial | {"fingerprint": tiny().fingerprint}
 
 
 # Going on where it stopped.
@@ -204,6 +207,34 @@ def test_a_failed_trial_is_tried_again(tmp_path):
     broken = with_attacks(plan, analytic=guessing(crash))
     assert only(run(broken, Store(tmp_path)))["status"] == "failed"
     assert only(run(plan, Store(tmp_path), resume=True))["status"] == "done"
+
+
+def test_a_trial_of_another_plan_is_said_and_run_again(tmp_path):
+    right, other = (
+        tiny(federation={"model": {"name": "mlp", "hidden": [width]}}) for width in (8, 9)
+    )
+    before = only(run(right, Store(tmp_path / "right")))
+    run(other, Store(tmp_path / "other"))
+    trial = Path("trials") / f"{before['id']}.json"
+    shutil.copy(tmp_path / "other" / trial, tmp_path / "right" / trial)
+    said, begun = [], []
+    watch = Watch(say=said.append, begin=lambda case: begun.append(case.id))
+    again = run(right, Store(tmp_path / "right"), resume=True, watch=watch)
+    assert begun == [before["id"]]
+    assert "it is of another plan" in said[0]
+    assert without_times(only(again)) == without_times(before)
+
+
+def test_a_folder_holds_one_audit_at_a_time(tmp_path):
+    store = Store(tmp_path / "out")
+
+    def second(case):
+        with pytest.raises(PlanError, match=f"in use by another audit .process {os.getpid()} on"):
+            run(tiny(), Store(tmp_path / "out"), overwrite=True)
+
+    assert only(run(tiny(), store, watch=Watch(begin=second)))["status"] == "done"
+    assert not (tmp_path / "out" / ".lock").exists()
+    run(tiny(), store, resume=True)
 
 
 # Scores.
@@ -425,6 +456,19 @@ def test_a_crash_is_kept_and_the_audit_goes_on(tmp_path):
     }
 
 
+def test_the_crash_of_an_attack_that_nobody_asked_for_fails_no_audit(tmp_path):
+    plan = with_attacks(tiny(), extra=guessing(crash), good=constant(0.5))
+    assert run(plan, Store(tmp_path / "asked"))["verdict"]["exit_code"] == 3
+    result = run(dataclasses.replace(plan, asked=("good",)), Store(tmp_path / "unasked"))
+    extra, good = result["trials"]
+    assert (extra["status"], good["status"]) == ("not applicable", "done")
+    assert "crashed (RuntimeError: the line search exploded)" in extra["error"]
+    assert "in crash" in extra["traceback"]
+    assert result["verdict"]["outcome"] != "failed"
+    assert result["verdict"]["exit_code"] != 3
+    assert all(row["failed"] == 0 for row in result["summary"])
+
+
 @pytest.mark.parametrize(
     ("guess", "words"),
     [
@@ -556,7 +600,7 @@ def trial(seed: int, psnr: list[float], **more: Any) -> dict[str, Any]:
         "status": "done",
         "error": None,
         "records": len(psnr),
-        "scores": {"psnr": psnr},
+        "scores": {"psnr": psnr, "identified": [1.0, *[0.0] * (len(psnr) - 1)]},
         "baselines": {"mean image": base, "random image": base, "identified": 0.1},
         "labels": None,
         "caveats": [],
@@ -573,7 +617,8 @@ def test_a_summary_pools_all_images_of_all_seeds():
         trial(4, [99.0], attack="b"),
         trial(5, [99.0], round=7),
     ]
-    rows = summarise(trials, 15.0)
+    limit = {"psnr": 15.0, "share": 0.1, "found": 0.2, "labels": 0.5}
+    rows = summarise(trials, limit)
     assert [(r["round"], r["attack"]) for r in rows] == [(0, "a"), (0, "b"), (7, "a")]
     row, pooled = rows[0], [10.0, 30.0, 11.0, 19.0, 20.0, 12.0]
     spread_ = row["scores"]["psnr"]
@@ -583,13 +628,18 @@ def test_a_summary_pools_all_images_of_all_seeds():
     assert (spread_["least"], spread_["most"], spread_["count"]) == (10, 30, 6)
     assert spread_["interval"][0] < 15.5 < spread_["interval"][1]
     assert row["baselines"]["mean image"]["psnr"] == 10.5
-    assert row["baselines"]["identified"] == 0.1
+    assert row["baselines"]["identified"] == pytest.approx(0.1)
     assert (row["trials"], row["failed"], row["reason"]) == (4, 1, "boom")
     assert row["records"] == 6
     assert row["success_rate"] == 2 / 6  # 20 dB counts
-    assert row["leaking"] == 3 / 6  # 15 dB or more, and well above the mean image
+    leaks = row["leaks"]
+    assert leaks["pictures"]["share"] == 3 / 6  # 15 dB or more, and well above the mean image
+    assert leaks["found"]["share"] == 3 / 6
+    assert leaks["found"]["beyond"] == pytest.approx(0.4 / 0.9)  # chance is a tenth
+    assert leaks["labels"]["records"] == 4  # one trial named none
+    assert [leak["limit"] for leak in leaks.values()] == [0.1, 0.2, 0.5]
     assert row["risk"] == {"median": "high", "worst": "very high"}
-    assert row["labels"] == pytest.approx({"accuracy": 0.75, "random": 0.1, "class prior": 0.2})
+    assert row["labels"] == pytest.approx({"accuracy": 0.625, "random": 0.1, "class prior": 0.2})
 
 
 def test_one_score_is_its_own_spread():
@@ -659,7 +709,7 @@ def test_the_round_that_two_attacks_share_is_played_once(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     monkeypatch.setattr(type(plan), "_make_model", lambda self: Counting(*model))
     run(with_attacks(plan, one=constant(0.1), two=constant(0.2)), Store(tmp_path))
-    assert len(played) == 2  # once to look at it, once for the round
+    assert len(played) == 3  # once to look at it, once for the fingerprint, once for the round
 
 
 def test_a_thinned_history_keeps_the_last_value():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -335,15 +334,15 @@ def test_a_pace_covers_all_iterations(board, row):
 TOLERANCE = 3.0  # dB; machines round differently, and a search amplifies it
 
 
-def test_cheap_rows_give_what_the_board_publishes(board, tmp_path):
-    rows = [row for row in board.ROWS if row.setup.cheap]
+def test_cheap_rows_give_what_the_board_publishes(board, tmp_path, monkeypatch):
+    """The first run of each, image by image."""
+    rows = [replace(row, runs=1) for row in board.ROWS if row.setup.cheap]
+    assert rows
+    monkeypatch.setattr(board, "ROWS", rows)
     assert board.main(["--cheap", "--state", str(tmp_path)]) == 0
     for row in rows:
-        ours, published = (
-            statistics.median(v for o in board.outcomes(state, row).values() for v in o["psnr"])
-            for state in (tmp_path, board.STATE)
-        )
-        assert ours == pytest.approx(published, abs=TOLERANCE), row.id
+        ours, published = (board.outcomes(state, row)[0] for state in (tmp_path, board.STATE))
+        assert ours["psnr"] == pytest.approx(published["psnr"], abs=TOLERANCE), row.id
 
 
 def test_the_page_is_that_of_the_state(board):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sample_result import HOSTILE, failed, sample, save
+from sample_result import HOSTILE, failed, rederive, sample, save
 
 from leakgauge.audit import schema
 from leakgauge.report import html
@@ -65,7 +65,7 @@ def hostile(tmp_path_factory) -> Path:
     made = sample(folder, seeds=1, text=HOSTILE)
     made["trials"].append(failed(made["trials"][0], HOSTILE, HOSTILE))
     made["plan"]["audit"][HOSTILE] = HOSTILE * 5
-    loaded = schema.load(save(folder, made))
+    loaded = schema.load(save(folder, rederive(made)))
     (folder / "report.html").write_text(html.render(loaded, folder, "show"), encoding="utf-8")
     return folder / "report.html"
 
@@ -111,7 +111,7 @@ def test_the_verdict_is_what_one_sees_first(browser, report):
     heading = browser.find_element("css selector", "h1")
     assert heading.text.startswith("This federation leaks")
     assert 0 < heading.rect["y"] < 844  # without scrolling
-    assert len(browser.find_elements("css selector", ".figures .card")) == 4
+    assert len(browser.find_elements("css selector", ".figures .card")) == 5
 
 
 def test_the_style_sheet_applies(browser, report):
@@ -125,7 +125,7 @@ def test_the_style_sheet_applies(browser, report):
 def test_every_picture_is_loaded(browser, report):
     visit(browser, report)
     widths = browser.execute_script("return [...document.images].map(i => i.naturalWidth)")
-    assert len(widths) == 2 * 120
+    assert len(widths) == 2 * 120 + 2  # the worst picture stands on the first screen too
     assert set(widths) == {16}
 
 
@@ -204,6 +204,42 @@ def test_a_request_would_be_seen(browser, tmp_path):
     page.write_text("<img src='http://127.0.0.1:9/x.png'>", encoding="utf-8")
     assert visit(browser, page) == ["http://127.0.0.1:9/x.png"]
     assert complaints(browser) != []
+
+
+def opened(browser) -> list[str]:
+    return browser.execute_script(
+        "return [...document.querySelectorAll('section:has(details.fold[open])')].map(s => s.id)"
+    )
+
+
+def test_a_link_opens_the_section_it_leads_to(browser, report):
+    visit(browser, report)
+    first = ["findings", "reconstructions", "defences"]
+    assert opened(browser) == first
+    link = browser.find_element("css selector", "nav a[href='#why']")
+    assert not browser.find_element("css selector", "#why .plot").is_displayed()
+    link.click()
+    assert opened(browser) == [*first, "why"]
+    assert browser.find_element("css selector", "#why .plot").is_displayed()
+    browser.find_element("css selector", "#why summary").click()
+    assert opened(browser) == first
+    browser.execute_script("arguments[0].click()", link)  # the address stays the same
+    assert opened(browser) == [*first, "why"]
+    assert complaints(browser) == []
+
+
+def test_printing_opens_every_section_and_closes_it_again(browser, report):
+    visit(browser, report)
+    before = opened(browser)
+    browser.execute_script(
+        "window.seen = []; addEventListener('beforeprint', () => { window.seen = "
+        "[...document.querySelectorAll('details:not([open])')].map(d => d.className); "
+        "window.sections = document.querySelectorAll('details[open]').length; });"
+    )
+    browser.execute_cdp_cmd("Page.printToPDF", {})
+    assert browser.execute_script("return window.seen") == []
+    assert browser.execute_script("return window.sections") > 14
+    assert opened(browser) == before
 
 
 def test_it_prints_with_the_verdict_on_a_page_of_its_own(browser, report):

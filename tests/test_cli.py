@@ -20,7 +20,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from leakgauge import __version__, audit, cli, data, models
+from leakgauge import __version__, audit, catalogue, cli, data, models
 from leakgauge.attacks import ATTACKS
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import NotApplicable, PlanError
@@ -40,7 +40,7 @@ seeds = [0]
 gallery = 20
 explain = false
 exact = false
-limit = {{ share = 1.0 }}
+limit = {{ share = 1.0, found = 1.0, labels = 1.0 }}
 {audit}
 """
 
@@ -162,7 +162,7 @@ def test_a_table_of_several_stages_names_them(desk):
     )
     sections = [line.strip() for line in text.splitlines() if line.strip().startswith("round")]
     assert sections == ["round 0, no defence", "round 20, no defence", "round 20, clip-and-noise"]
-    assert "4 to 6 images" in text
+    assert "median over 4 to 6" in text
 
 
 def test_a_row_without_scores_says_why(desk):
@@ -444,37 +444,49 @@ def test_the_version(call):
     assert call("--version").out == f"leakgauge {__version__}\n"
 
 
-@pytest.mark.parametrize("kind", cli.LISTS)
-def test_each_list_names_everything_of_its_kind(desk, call, kind):
+@pytest.mark.parametrize("kind", catalogue.KINDS)
+def test_each_list_has_one_line_per_method(desk, call, kind):
     got = call("list", kind)
     assert got.code == 0
-    names = [line.split()[0] for line in got.out.splitlines() if re.match(r" \S", line)]
-    assert names == list(cli.LISTS[kind])
+    title, *lines = got.out.rstrip().splitlines()
+    assert title == f"{kind}: {catalogue.KINDS[kind].about}"
+    assert [line.split()[0] for line in lines] == [e.name for e in catalogue.entries(kind)]
+    assert all(line.rstrip().endswith((".", "?")) for line in lines)  # nothing was cut off
     assert max(map(cell_len, got.out.splitlines())) <= 80
 
 
-def test_a_list_shows_options_with_their_defaults(desk, call):
-    assert "iterations=500, lr=0.1, tv=0.0001, restarts=1" in call("list", "attacks").out
-    models_ = call("list", "models").out
+def test_the_long_list_shows_options_with_their_defaults(desk, call):
+    words = " ".join(call("list", "attacks", "--long").out.split())
+    assert "iterations=500, lr=0.1, tv=0.0001, restarts=1" in words
+    assert "https://arxiv.org/abs/1906.08935" in words
+    models_ = " ".join(call("list", "models", "--long").out.split())
     assert 'hidden=[256], activation="relu"' in models_
     assert "shape" not in models_  # what the audit itself gives
     assert "partial" not in models_
-    assert 'split="train", root' in call("list", "data").out
-    assert "classes=2" in call("list", "partitions").out
-    assert "lpips" in call("list", "metrics").out
+    assert 'split="train", root' in call("list", "data", "--long").out
+
+
+def test_all_about_one_method(desk, call):
+    got = call("list", "fedleak")  # an attack, and a rule that reads labels
+    assert [line for line in got.out.splitlines() if line.startswith("labels: ")]
+    words = " ".join(got.out.split())
+    assert "M. Fan, F. Wang, C. Chen, J. Zhou" in words
+    assert 'variant="short"' in words
+    assert "dlg" not in words
+    assert max(map(cell_len, got.out.splitlines())) <= 80
 
 
 def test_a_list_of_all(desk, call):
     got = call("list")
-    assert [line for line in got.out.splitlines() if line.strip() in cli.LISTS]
-    for kind, items in cli.LISTS.items():
-        assert re.search(rf"^{kind}\s*$", got.out, re.MULTILINE)
-        for name in items:
-            assert name in got.out
+    for kind in catalogue.KINDS:
+        assert re.search(rf"^{kind}: ", got.out, re.MULTILINE)
+        for entry in catalogue.entries(kind):
+            assert f" {entry.name} " in got.out
 
 
-def test_an_unknown_list_is_refused(refused):
-    refused("list", "atacks", words="unknown list 'atacks'; did you mean 'attacks'")
+def test_an_unknown_name_is_refused(refused):
+    refused("list", "atacks", words="unknown name 'atacks'; did you mean 'attacks'")
+    refused("list", "resnet-19", words=r"did you mean 'resnet-\d+'")
 
 
 @pytest.mark.parametrize(
@@ -482,7 +494,7 @@ def test_an_unknown_list_is_refused(refused):
     [
         ([], ["audit", "list", "data", "--version"]),
         (["audit"], ["PLAN", "TOML", "--demo", "--out", "--resume", "--overwrite", "trust"]),
-        (["list"], ["attacks", "defences", "partitions", "initialisations"]),
+        (["list"], ["attacks", "defences", "partitions", "initialisations", "detectors"]),
         (["data", "fetch"], ["cifar10", "fashion-mnist", "--into", "--source", "LEAKGAUGE_DATA"]),
     ],
 )

@@ -67,16 +67,24 @@ def test_a_leak_is_code_1_and_leaves_reports(call):
 
 
 def test_an_attack_that_breaks_nothing_is_code_4(call):
-    got = call("audit", write("lenet-zhu", "inverting-gradients", "iterations = 1\nlr = 1e-9"))
+    write("lenet-zhu", "inverting-gradients", "iterations = 1\nlr = 1e-9")
+    with Path("plan.toml").open("a") as file:
+        file.write("limit = { labels = 1.0 }\n")  # labels are read at once
+    got = call("audit", "plan.toml")
     assert got.code == 4, got.err
-    assert "Inconclusive" in got.out
+    assert "Inconclusive: no attack recovered a record" in " ".join(got.out.split())
 
 
 def test_a_limit_that_is_not_passed_is_code_0(call):
     write()
     with Path("plan.toml").open("a") as file:
-        file.write("limit = { psnr = 149.5, share = 1.0 }\n")
-    assert call("audit", "plan.toml").code == 0
+        file.write("limit = { share = 0.9, found = 0.9, labels = 0.95 }\n")
+        file.write('[[defence]]\nname = "clip-and-noise"\nepsilon = 0.1\n')
+    got = call("audit", "plan.toml")
+    assert got.code == 0, got.out
+    assert "Below the limit, for the attacks that were run on 2 records" in " ".join(
+        got.out.split()
+    )
 
 
 def test_the_starter_is_a_valid_plan(call):
@@ -117,6 +125,13 @@ def test_diff_and_cite(call):
     assert got.code == 0
     assert "analytic" in got.out
     assert "inverting-gradients" in got.out
+    got = call("diff", "a", "a", "--gate")
+    assert got.code == 0
+    assert "Nothing got worse." in got.out
+    got = call("diff", "b", "a", "--gate")
+    assert got.code == 1
+    assert "worse: analytic, no defence, round 0: pictures recovered: leaks" in got.out
+    assert call("diff", "a", "nowhere", "--gate").code == 2
     got = call("cite", "b")
     assert got.code == 0
     assert got.out.count("@") >= 1

@@ -128,7 +128,7 @@ def test_the_reason_of_a_refused_value_is_kept():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-NUMBERS = st.floats(allow_nan=False)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 INNERS = st.builds(Inner, st.floats(0, 1e9), st.sampled_from(["fast", "slow"]))
 OUTERS = st.builds(
     Outer,

@@ -1,10 +1,12 @@
 """Loading by name, options, and the one check that every data set passes."""
 
+import gzip
+
 import numpy as np
 import pytest
 import torch
 
-from leakgauge.data import DATASETS, data_root, load
+from leakgauge.data import DATASETS, data_root, digits, load
 from leakgauge.data._dataset import make_dataset
 from leakgauge.data.fetch import REMOTES
 from leakgauge.errors import DataError, PlanError
@@ -85,6 +87,18 @@ def test_digits_are_those_of_scikit_learn():
     assert np.array_equal(data.inputs[:, 0].numpy() * 16, theirs.images)
     assert np.array_equal(data.labels.numpy(), theirs.target)
     assert [data.classes[k] for k in data.labels[:3]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"no gzip", gzip.compress(b"1,2,3\n4,5,6\n"), gzip.compress(b"1," * 99)[:-9], None]
+)
+def test_damaged_digits_are_an_error_in_words(tmp_path, monkeypatch, content):
+    file = tmp_path / "digits.csv.gz"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setattr(digits, "FILE", str(file))
+    with pytest.raises(DataError, match=r"digits\.csv\.gz, got .* reinstall"):
+        load("digits")
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_decompression_bomb_is_an_error(pictures, monkeypatch, share):
 def test_sixteen_bits_are_refused_and_not_clipped(tmp_path):
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "a" / "x.png")
-    with pytest.raises(DataError, match="8 bits a channel, got mode I"):
+    with pytest.raises(DataError, match="8 bits per channel, got mode I"):
         load("folder", path=tmp_path)
 
 
@@ -228,5 +228,5 @@ def test_npz_files_that_are_none(tmp_path):
         file.write_bytes(content)
         with pytest.raises(DataError, match="NumPy archive"):
             load("npz", path=file)
-    with pytest.raises(DataError, match="NumPy archive"):
+    with pytest.raises(DataError, match="no plain file"):
         load("npz", path=tmp_path)

@@ -70,6 +70,7 @@ def test_crops_are_where_the_docstring_says(monkeypatch, only):
     """Level k of a square photograph: k × k crops of side 2s/(k+1), the first the whole of it."""
     only("retina")
     monkeypatch.setattr(photos, "CONTRAST", 0)
+    monkeypatch.setattr(photos, "_first_crops", photos._first_crops.__wrapped__)
     crops = of_class(load("photos", size=24, per_photo=1000), "retina")
     whole = original("retina.jpg")
     assert len(crops) == 1 + 4 + 9 + 16 + 25
@@ -148,7 +149,15 @@ def test_the_network_is_never_touched(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr("skimage.data._fetchers._fetch", refuse)
+    monkeypatch.setattr(photos, "_first_crops", photos._first_crops.__wrapped__)
     assert len(load("photos", size=16, per_photo=1)) == 10
+
+
+def test_what_is_done_to_a_loaded_set_stays_in_it():
+    first = load("photos", size=16, per_photo=1)
+    kept = first.inputs.clone()
+    first.inputs.zero_()
+    assert torch.equal(load("photos", size=16, per_photo=1).inputs, kept)
 
 
 def test_a_missing_file_is_an_error_in_words(monkeypatch):

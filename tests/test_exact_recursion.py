@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from leakgauge import metrics, models
 from leakgauge.attacks import ExactRecursion, _separation
 from leakgauge.attacks._peeling import Peeled, _solved, peel
-from leakgauge.attacks._separation import common_maps, row_space, separate, sparse_rays, windows
+from leakgauge.attacks._separation import (
+    common_maps,
+    least_squares,
+    row_space,
+    separate,
+    sparse_rays,
+    windows,
+)
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import gradient_of, separable
 from leakgauge.data.photos import photos
@@ -300,6 +307,47 @@ def test_withheld_knowledge(field: str) -> None:
 def test_no_evaluations_no_attack() -> None:
     with pytest.raises(InputError, match="at least 1, got 0 and 2"):
         ExactRecursion(evaluations=0)
+
+
+# ---------------------------------------------------------------- the same every time
+
+
+def elsewhere(value: Tensor, offset: int) -> Tensor:
+    """The same values, so many entries behind the start of a memory block."""
+    block = torch.empty(value.numel() + offset, dtype=value.dtype)
+    moved = block[offset:].view(value.shape)
+    return moved.copy_(value)
+
+
+def test_least_squares_do_not_depend_on_where_memory_lies() -> None:
+    left = torch.randn(123, 77, generator=seeded(), dtype=torch.float64)
+    right = torch.randn(123, 9, generator=seeded(1), dtype=torch.float64)
+    found = least_squares(left, right)
+    reference = torch.linalg.lstsq(left, right, driver="gelsd").solution
+    assert torch.allclose(found, reference, atol=1e-12)
+    for offset in range(8):
+        assert torch.equal(least_squares(elsewhere(left, offset), elsewhere(right, offset)), found)
+
+
+def test_least_squares_without_full_rank_take_the_smallest() -> None:
+    left = torch.randn(30, 8, generator=seeded(), dtype=torch.float64)
+    left[:, 5], left[:, 6] = left[:, 1], 0.0
+    right = torch.randn(30, 2, generator=seeded(1), dtype=torch.float64)
+    reference = torch.linalg.lstsq(left, right, driver="gelsd").solution
+    assert torch.allclose(least_squares(left, right), reference, atol=1e-12)
+    assert not least_squares(torch.zeros(5, 3), torch.ones(5, 1)).any()
+
+
+def test_the_same_update_gives_the_same_bytes_wherever_it_lies() -> None:
+    seen, _ = federated("mlp", 5, hidden=(96, 48))
+    first = ExactRecursion().reconstruct(seen, seeded())
+    for offset in range(1, 9):
+        update = {name: elsewhere(value, offset) for name, value in seen.update.items()}
+        kept = [torch.empty(97 * offset + k, dtype=torch.uint8) for k in range(40)]
+        again = ExactRecursion().reconstruct(replace(seen, update=update), seeded())
+        assert torch.equal(again.inputs, first.inputs)
+        assert (again.residual, again.facts) == (first.residual, first.facts)
+        del kept
 
 
 # ---------------------------------------------------------------- resources

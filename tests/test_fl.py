@@ -172,6 +172,7 @@ def test_a_shuffled_epoch_takes_every_record_once_in_the_order_of_the_generator(
     first, second = torch.cat(minibatches(12, training, seeded(3))).split(12)
     for order in (first, second):
         assert torch.equal(order.sort().values, torch.arange(12))
+        assert not torch.equal(order, torch.arange(12))
     assert not torch.equal(first, second)
     again = torch.cat(minibatches(12, training, seeded(3)))
     assert torch.equal(again, torch.cat([first, second]))

@@ -771,7 +771,7 @@ def test_a_policy_is_built_from_a_table_and_strictly():
         ({"thresholds": {"isolaton": 0.3}}, "did you mean 'isolation'"),
         ({"thresholds": {"structure": 5.0}}, "unknown test 'structure'"),
         ({"thresholds": {"isolation": -1.0}}, "must be 0 or more"),
-        ({"thresholds": {"isolation": math.nan}}, "must be 0 or more"),
+        ({"thresholds": {"isolation": math.nan}}, "expected a finite number, got nan"),
         ({"most_missed": 0}, "at least 1"),
         ({"training": {"lrr": 1}}, "did you mean 'lr'"),
     ],

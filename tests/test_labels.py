@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -89,10 +92,11 @@ def test_a_bias_below_the_head_is_what_makes_them_exact() -> None:
     model = without_bias(untrained("mlp", 10, 64))
     seen = observed(model, drawn(64, 10, 64), 10, LocalTraining(batch_size=64))
     assert seen.training is not None
-    head = _labels._head(seen, seen.training, 64, torch.Generator().manual_seed(1))
+    head = _labels._head(seen, seen.training, 64)
     truth = drawn(64, 10, 64).labels.bincount(minlength=10)
     assert torch.equal(_labels.counts(head), truth)
-    assert not torch.equal(_labels.counts(replace(head, below=None)), truth)
+    blind = replace(head.stand_ins(), below=None)
+    assert not torch.equal(_labels.counts(replace(head, stand_ins=lambda: blind)), truth)
 
 
 @pytest.mark.parametrize("size", [1, 8, 32])
@@ -203,9 +207,13 @@ def test_rules_by_rank_find_different_labels(rule: LabelRule) -> None:
     assert accuracy(model, truth, 10, rule, LocalTraining(batch_size=4)) == 1.0
 
 
+def never() -> _labels.StandIns:
+    raise AssertionError("the network was run")
+
+
 def test_fedleak_counts_by_the_printed_formula() -> None:
     gradient = torch.tensor([[-3.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
-    head = _labels.Head(gradient, None, (), (), (), torch.ones(0), records=5, is_gradient=True)
+    head = _labels.Head(gradient, None, 5, is_gradient=True, even=True, stand_ins=never)
     # max = 1; rows below it: (−4−2) = −6 and (0−1) = −1: shares 6/7 and 1/7 of 5, floored 4 and 0;
     # the missing one goes to the smallest row sum.
     assert _labels.fedleak(head).tolist() == [5, 0]
@@ -237,3 +245,154 @@ def test_smooth_noise_is_smooth_and_in_range() -> None:
     assert images.min() >= 0
     assert images.max() <= 1
     assert roughness(images) < 0.7 * roughness(torch.rand(8, *SHAPE))
+
+
+# ---------------------------------------------------------------- how often the network is run
+
+
+class Counted(nn.Module):
+    """Counts the images that pass through all its copies."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.passed: list[int] = []
+
+    def __deepcopy__(self, memo: Any) -> Counted:
+        twin = Counted(copy.deepcopy(self.inner, memo))
+        twin.passed = self.passed
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passed.append(len(x))
+        return self.inner(x)
+
+
+def passing(seen: Observation, rule: LabelRule, seed: int = 1) -> tuple[list[int], int]:
+    """The labels found, and how many stand-ins went through the network for them."""
+    model = seen.model
+    assert isinstance(model, Counted)
+    model.passed.clear()
+    found = infer(seen, rule, torch.Generator().manual_seed(seed))
+    return found.tolist(), sum(n for n in model.passed if n > 2)  # two find the last layer
+
+
+def doubtful(seed: int = 0, lr: float = 0.01) -> Observation:
+    """Sixteen records of ten classes: the bias alone does not tell."""
+    model = Counted(untrained("lenet-zhu", 10, 0))
+    return observed(model, drawn(16, 10, seed), 10, LocalTraining(lr=lr, batch_size=16))
+
+
+def test_attacks_on_one_update_share_what_the_stand_ins_say() -> None:
+    first = doubtful()
+    labels, ran = passing(first, "counts")
+    assert ran == _labels.STAND_INS
+    # Another attack holds its own copy of the observation, and draws from its own generator.
+    again = replace(first, update={n: u.clone() for n, u in first.update.items()},
+                    model=copy.deepcopy(first.model))  # fmt: skip
+    assert passing(again, "counts", seed=2) == (labels, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda seen: doubtful(seed=1),
+        lambda seen: doubtful(lr=0.02),
+        lambda seen: replace(seen, records=32, training=replace(seen.training, batch_size=32)),
+        lambda seen: replace(seen, training=replace(seen.training, mean=(0.5,))),
+        lambda seen: replace(seen, update={n: u.clone() for n, u in seen.update.items()}
+                             | {"inner.body.0.bias": torch.zeros(12)}),
+    ],
+    ids=["records", "lr", "number", "normalisation", "one tensor"],
+)  # fmt: skip
+def test_another_update_is_never_answered_from_memory(
+    change: Callable[[Observation], Observation],
+) -> None:
+    seen = doubtful()
+    assert change(seen).update.keys() == seen.update.keys()
+    passing(seen, "counts")
+    other, ran = passing(change(seen), "counts")
+    assert ran == _labels.STAND_INS
+    _labels._LAST.clear()
+    assert passing(change(seen), "counts")[0] == other
+
+
+def test_a_changed_weight_is_not_answered_from_memory() -> None:
+    seen = doubtful()
+    passing(seen, "counts")
+    with torch.no_grad():
+        next(seen.model.parameters()).view(-1)[0] += 0.01
+    assert passing(seen, "counts")[1] == _labels.STAND_INS
+
+
+def test_what_ran_before_changes_neither_labels_nor_what_is_drawn_after_them() -> None:
+    states = []
+    for before in ((), (doubtful(3),), (doubtful(),)):
+        for seen in before:
+            infer(seen, "counts", torch.Generator().manual_seed(9))
+        rng = torch.Generator().manual_seed(1)
+        labels = infer(doubtful(), "counts", rng)
+        states.append((labels.tolist(), rng.get_state().tolist()))
+    assert states[0] == states[1] == states[2]
+    # As if the stand-ins had been drawn from it, as they once were.
+    rng = torch.Generator().manual_seed(1)
+    smooth_noise((_labels.STAND_INS, *SHAPE), rng)
+    assert rng.get_state().tolist() == states[0][1]
+
+
+@pytest.mark.parametrize("rule", ["idlg", "yin", "fedleak"])
+def test_rules_by_rank_need_no_network(rule: LabelRule) -> None:
+    model = Counted(without_bias(untrained("lenet-zhu", 10, 0)))
+    seen = observed(model, drawn(1, 10, 0), 10, LocalTraining())
+    assert passing(seen, rule)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "training"),
+    [
+        (1, LocalTraining()),
+        (7, LocalTraining(batch_size=7)),
+        (8, LocalTraining(lr=0.05, batch_size=8, steps=4, momentum=0.9, weight_decay=0.1)),
+        (8, LocalTraining(lr=0.05, batch_size=2, epochs=2, order="shuffled")),
+    ],
+    ids=["one", "seven", "momentum", "epochs"],
+)
+def test_no_network_is_run_where_the_bias_tells(size: int, training: LocalTraining) -> None:
+    """More classes than records, so that Σ_i p_ic stays below one for every class."""
+    truth = drawn(size, 100, size)
+    seen = observed(Counted(untrained("lenet-zhu", 100, size)), truth, 100, training)
+    assert passing(seen, "counts") == (truth.labels.sort().values.tolist(), 0)
+
+
+def test_what_the_bias_tells_is_true_of_networks_that_are_sure_of_themselves_too() -> None:
+    told = 0
+    for seed in range(20):
+        inner = untrained("mlp", 10, seed, init="wide-uniform")
+        assert inner(PHOTOS.inputs[:32]).softmax(1).max(1).values.mean() > 0.5
+        truth = drawn(4, 10, seed)
+        seen = observed(Counted(inner), truth, 10, LocalTraining(batch_size=4))
+        labels, ran = passing(seen, "counts")
+        if ran == 0:
+            told += 1
+            assert labels == truth.labels.sort().values.tolist()
+        one = Batch(truth.inputs[:1], truth.labels[:1])  # one record is always told
+        seen = observed(Counted(inner), one, 10, LocalTraining())
+        assert passing(seen, "counts") == (one.labels.tolist(), 0)
+    assert 0 < told < 20
+
+
+def test_the_bias_tells_nothing_where_records_count_unevenly() -> None:
+    """Five records in batches of two: the last one counts twice as much."""
+    model = Counted(untrained("lenet-zhu", 10, 0))
+    truth = Batch(PHOTOS.inputs[:5], torch.tensor([1, 2, 3, 4, 4]))
+    seen = observed(model, truth, 10, LocalTraining(batch_size=2, epochs=1))
+    assert passing(seen, "counts")[1] == 3 * _labels.STAND_INS
+    gradient = torch.tensor([-0.35, -0.35, 0.7], dtype=torch.float64)
+    head = _labels.Head(
+        gradient[:, None], gradient, 2, is_gradient=True, even=True, stand_ins=never
+    )
+    assert _labels.counts(head).tolist() == [1, 1, 0]
+    with pytest.raises(AssertionError, match="was run"):
+        _labels.counts(replace(head, even=False))
+    with pytest.raises(AssertionError, match="was run"):  # one record is left open
+        _labels.counts(replace(head, records=3, bias_gradient=gradient / 3 * 2))

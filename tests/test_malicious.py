@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +17,14 @@ from leakgauge.audit.forecast import _shortened
 from leakgauge.data.digits import digits
 from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
+from leakgauge.fl.partition import QuantitySkew
+from leakgauge.guard import Guard
+from leakgauge.tensors import parameters, weighted_mean
 from leakgauge.types import (
+    Defence,
     Knowledge,
     LocalTraining,
+    Named,
     Observation,
     Reconstruction,
     Resources,
@@ -88,6 +93,63 @@ def test_a_wrong_number_of_models_is_said() -> None:
         tampered(played(), Tampered((network(),) * 3), seeded())
 
 
+def uneven(defence: Defence | None = None) -> Round:
+    """Three clients with shares of different sizes, a server that halves every step."""
+    scenario = Scenario(
+        network,
+        digits(),
+        LocalTraining(batch_size=2, epochs=1),
+        clients=3,
+        records="all",
+        server_lr=0.5,
+        partition=QuantitySkew(smallest=2, largest=8),
+        defence=defence,
+    )
+    round_ = simulate(scenario, seeded())
+    assert len(set(round_.sizes)) == 3
+    return round_
+
+
+def test_a_tampered_round_meets_the_server_that_the_honest_one_met() -> None:
+    honest = uneven()
+    round_ = tampered(honest, Tampered((network(5),)), seeded())
+    sent = parameters(network(5))
+    mean = weighted_mean(round_.updates, honest.weights)
+    for name, value in sent.items():
+        torch.testing.assert_close(round_.after[name], value - 0.5 * mean[name])
+
+
+@dataclass(frozen=True)
+class Halve:
+    """A defence that can be told from none."""
+
+    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+        return {name: value / 2 for name, value in update.items()}
+
+
+def test_a_tampered_round_meets_the_defence_that_the_honest_one_met() -> None:
+    honest = uneven(), uneven(Halve())
+    changed = [tampered(one, Tampered((network(5),)), seeded()) for one in honest]
+    for name, (bare, kept) in {"honest": honest, "tampered": changed}.items():
+        for one, other in zip(bare.updates, kept.updates, strict=True):
+            assert all(torch.equal(one[n] / 2, other[n]) for n in one), name
+
+
+def test_the_model_of_a_round_is_the_one_that_the_victim_got() -> None:
+    sent = Tampered((network(5), network(6)))
+    for victim, model in enumerate(sent.models):
+        found = parameters(tampered(played(), sent, seeded(), victim).model)
+        assert all(torch.equal(found[n], p) for n, p in parameters(model).items())
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (2,), (0, 1, 2)])
+def test_the_target_knows_the_records_of_its_victims(victims: tuple[int, ...]) -> None:
+    round_ = uneven()
+    held = target(round_, victims=victims)
+    assert held.records == sum(round_.sizes[k] for k in victims)
+    assert held.training.batch_size == 2 * len(victims)
+
+
 def test_the_target_holds_nothing_of_a_client() -> None:
     round_ = played()
     held = target(round_)
@@ -146,6 +208,11 @@ def audited(plan: dict[str, Any], out: Path) -> dict[str, Any]:
 def test_an_audit_runs_an_attack_that_changes_the_model(tmp_path: Path) -> None:
     found = audited(PLAN, tmp_path)
     assert found["threat"]["malicious"] is True
+    assert found["threat"]["realism"] == "active"
+    assert "public" in found["threat"]["holds"]
+    assert found["threat"]["knowledge"]["public"]
+    tags = {name: found[name]["realism"] for name in ("robbing-the-fed", "analytic")}
+    assert tags == {"robbing-the-fed": "active", "analytic": "realistic"}
     trial = found["robbing-the-fed"]
     assert trial["status"] == "done", trial["error"]
     assert sum(score > 40 for score in trial["scores"]["psnr"]) >= 5
@@ -154,6 +221,98 @@ def test_an_audit_runs_an_attack_that_changes_the_model(tmp_path: Path) -> None:
     assert "guard" not in found["analytic"]["facts"]
     honest = audited(PLAN | {"attack": [{"name": "analytic"}]}, tmp_path / "honest")
     assert found["analytic"]["scores"] == honest["analytic"]["scores"]
+
+
+@dataclass(frozen=True)
+class Witness(Swap):
+    """Keeps what the malicious server is given, and what it sees afterwards."""
+
+    told: list[Any] = field(default_factory=list)
+
+    def tamper(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Tampered:
+        self.told.append(target)
+        return Tampered(tuple(network(5 + k) for k in range(target.clients)), {"word": "kept"})
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        self.told.append(seen)
+        return super().reconstruct(seen, rng, resources)
+
+
+UNEVEN: dict[str, Any] = {
+    "federation": {
+        "model": {"name": "mlp", "hidden": [64]},
+        "data": "digits",
+        "training": {"batch_size": 2, "epochs": 1},
+        "clients": 3,
+        "records": "all",
+        "partition": {"name": "quantity-skew", "smallest": 2, "largest": 8},
+        "public": 0,
+    },
+    "attack": [{"name": "loki"}],
+    "audit": {"seeds": [0], "control": False, "explain": False, "exact": False, "gallery": 20},
+}
+
+
+def witnessed(
+    out: Path,
+    threat_: dict[str, Any],
+    defence: Defence | None = None,
+) -> tuple[Target, Observation, dict[str, Any]]:
+    plan = parse(UNEVEN | {"threat": {"malicious": True} | threat_}, "uneven", Path.cwd())
+    attack = Witness()
+    plan = replace(plan, attacks={"loki": attack}, defences={"none": defence})
+    result = run(plan, Store(out))
+    [trial] = result["trials"]
+    assert trial["status"] == "done", trial["error"]
+    given, seen = attack.told
+    return given, seen, trial
+
+
+@pytest.mark.parametrize("actor", ["server", "aggregate"])
+def test_the_defence_of_the_plan_protects_against_a_malicious_server(
+    tmp_path: Path, actor: str
+) -> None:
+    _, bare, _ = witnessed(tmp_path / "bare", {"actor": actor, "client": 2})
+    _, kept, _ = witnessed(tmp_path / "kept", {"actor": actor, "client": 2}, Halve())
+    for name, value in bare.update.items():
+        torch.testing.assert_close(kept.update[name], value / 2)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_malicious_server_meets_its_own_victim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    shown: list[tuple[dict[str, torch.Tensor], int]] = []
+    check = Guard.check
+
+    def watched(self: Guard, state: Any, batch: Any, **more: Any) -> Any:
+        shown.append((state, len(batch)))
+        return check(self, state, batch, **more)
+
+    monkeypatch.setattr(Guard, "check", watched)
+    given, seen, trial = witnessed(tmp_path, {"client": victim})
+    assert given.records == seen.records == trial["records"]
+    sizes = {
+        k: witnessed(tmp_path / str(k), {"client": k})[0].records for k in range(3) if k != victim
+    }
+    assert given.records not in sizes.values()
+    state, records = shown[0]
+    assert records == given.records
+    for name, value in parameters(network(5 + victim)).items():
+        assert torch.equal(seen.model.get_parameter(name), value)
+        assert torch.equal(state[name], value)
+
+
+def test_loki_through_an_aggregate_reads_the_clients_of_an_uneven_federation(
+    tmp_path: Path,
+) -> None:
+    given, seen, trial = witnessed(tmp_path, {"actor": "aggregate"})
+    assert given.records == seen.records == trial["records"] == 15
+    assert given.training == seen.training
 
 
 def test_the_same_seed_gives_the_same_trial(tmp_path: Path) -> None:

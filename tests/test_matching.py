@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge import models
-from leakgauge.attacks import _matching
+from leakgauge.attacks import CoarseToFine, GradInversion, SmoothToSharp, _matching
 from leakgauge.attacks._engine import Engine, Slope
 from leakgauge.attacks._matching import (
     OPTIMISERS,
@@ -37,7 +37,7 @@ from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, Generator, LowResolution, Pixels, Start, noise
 from leakgauge.errors import InputError, Withheld
 from leakgauge.fl.local import train
-from leakgauge.types import Batch, LocalTraining, Observation, Resources
+from leakgauge.types import Attack, Batch, LocalTraining, Observation, Resources
 
 SHAPE = (2, 4, 6)
 
@@ -746,3 +746,42 @@ def test_total_variation_is_the_mean_step_across_plus_the_mean_step_down() -> No
 def test_the_scripted_engine_is_called_like_the_real_one() -> None:
     """Guards the tests above: `match` must go on asking an engine for nothing but this."""
     assert Scripted.slope.__code__.co_varnames[:4] == Engine.slope.__code__.co_varnames[:4]
+
+
+@pytest.mark.parametrize(
+    ("attack", "searches", "last"),
+    [
+        (SmoothToSharp(iterations=12, basin=0.0), 3, torch.float32),
+        (SmoothToSharp(iterations=12, basin=1e9), 3, torch.float64),  # L-BFGS for a finish
+        (CoarseToFine(iterations=8), 2, torch.float32),
+        (GradInversion(iterations=8, seeds=2), 8, torch.float32),
+    ],
+    ids=["smooth-to-sharp", "smooth-to-sharp, second order", "coarse-to-fine", "gradinversion"],
+)
+def test_an_attack_checks_its_derivative_once_however_many_searches_it_makes(
+    monkeypatch: pytest.MonkeyPatch, attack: Attack, searches: int, last: torch.dtype
+) -> None:
+    made, checks = [], []
+    build, check = Engine.__init__, Engine._check
+
+    def built(self: Engine, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        if options.get("mode") == "auto":
+            made.append(self.dtype)
+
+    def checked(self: Engine, *args: Any) -> Slope:
+        checks.append(self.dtype)
+        return check(self, *args)
+
+    monkeypatch.setattr(Engine, "__init__", built)
+    monkeypatch.setattr(Engine, "_check", checked)
+    model = models.make("lenet-zhu", shape=(3, 8, 8), classes=4, rng=seeded())
+    truth = Batch(torch.rand(2, 3, 8, 8, generator=seeded(1)), torch.tensor([0, 3]))
+    training = LocalTraining(batch_size=2)
+    update = train(model, truth, training, seeded()).update
+    observation = Observation(model, update, (3, 8, 8), 4, training, 2)
+    for _ in range(2):
+        made.clear(), checks.clear()
+        attack.reconstruct(observation, seeded())
+        assert (len(made), made[-1]) == (searches, last)
+        assert checks == [torch.float32]

@@ -657,7 +657,7 @@ def test_trying_out_an_own_model_restores_its_modes(own: str) -> None:
         ("missing", PlanError, "expected a callable missing in .*, got nothing"),
         ("constant", PlanError, "expected a callable constant in .*, got a int"),
         ("raises", PlanError, "could not be built .*no licence"),
-        ("not_a_model", PlanError, "gave a int, expected an nn.Module"),
+        ("not_a_model", InputError, "gave a int, expected an nn.Module"),
         ("no_weights", InputError, "no trainable parameter"),
         ("Pair", InputError, "gave a tuple. Expected images"),
     ],
@@ -668,7 +668,7 @@ def test_own_models_that_are_none(own: str, what: str, error: type[Exception], w
 
 
 def test_callables_that_do_not_say_what_they_take() -> None:
-    with pytest.raises(PlanError, match=r"gave a dict, expected an nn\.Module"):
+    with pytest.raises(InputError, match=r"gave a dict, expected an nn\.Module"):
         make("builtins:dict", shape=(3, 4, 4), classes=5, rng=seeded())
 
 

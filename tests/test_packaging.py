@@ -25,7 +25,15 @@ REQUIREMENTS = {
         **PROJECT["optional-dependencies"],
     }.items()
     for text in texts
+    if Requirement(text).name != PROJECT["name"]  # an extra that holds others
 }
+IMPORTED_AS = {
+    "fpdf2": "fpdf",
+    "pillow": "PIL",
+    "scikit-image": "skimage",
+    "scikit-learn": "sklearn",
+    "click": "typer",
+}  # click is bounded for typer
 
 
 def pins() -> dict[str, Version]:
@@ -71,6 +79,17 @@ def test_every_requirement_of_every_extra_is_pinned_to_a_version_it_allows(requi
     name = canonicalize_name(requirement.name)
     assert name in pinned, f"constraints.txt does not pin {name}"
     assert requirement.specifier.contains(pinned[name], prereleases=True)
+
+
+@pytest.mark.parametrize("key", [key for key in REQUIREMENTS if not key.startswith("dev: ")])
+def test_every_requirement_has_code_that_imports_it(key):
+    """What nothing imports leaves pyproject.toml until its code exists."""
+    name = REQUIREMENTS[key].name
+    module = re.escape(IMPORTED_AS.get(name, name))
+    use = re.compile(
+        rf"^\s*(?:import|from) {module}\b|optional\(\"{module}\b|\"{module}\",? ", re.M
+    )
+    assert any(use.search(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py"))
 
 
 def test_the_wheel_holds_every_module(wheel):

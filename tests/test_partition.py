@@ -193,7 +193,7 @@ def test_dirichlet_skew_grows_as_alpha_falls():
 
 
 def test_a_skew_that_the_data_cannot_give_is_refused():
-    with pytest.raises(InputError, match="label skew of 6 classes a client, but random has 5"):
+    with pytest.raises(InputError, match="label skew of 6 classes per client, but random has 5"):
         LabelSkew(6).split(dataset(), 3, seeded())
     with pytest.raises(InputError, match=r"asks for 210 records in all .* random has 200: lower"):
         QuantitySkew(60, 80).split(dataset(), 3, seeded())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import sys
 import tomllib
 from importlib import resources
@@ -20,7 +21,7 @@ from leakgauge.attacks import ATTACKS, Analytic, ExactRecursion, InvertingGradie
 from leakgauge.audit import parse, read
 from leakgauge.audit.cases import controls, trials
 from leakgauge.audit.forecast import _shortened
-from leakgauge.audit.plan import plain
+from leakgauge.audit.plan import own_files, plain
 from leakgauge.defences import Prune
 from leakgauge.errors import DataError, LeakGaugeError, PlanError, Withheld
 from leakgauge.fl.partition import Dirichlet, Iid
@@ -145,8 +146,8 @@ def test_a_message_names_the_key_by_its_path():
         ("federation.clients", 0, "clients"),
         ("federation.training.lr", 0, "lr must be positive"),
         ("federation.training.lr", -0.1, "lr must be positive"),
-        ("federation.training.lr", math.inf, "lr must be positive"),
-        ("federation.training.lr", math.nan, "lr must be positive"),
+        ("federation.training.lr", math.inf, "lr: expected a finite number, got inf"),
+        ("federation.training.lr", math.nan, "lr: expected a finite number, got nan"),
         ("federation.training.std", [0.0], "std must be positive"),
         ("federation.training.mean", [0.1, 0.2], "1 channels"),
         ("federation.training.std", [0.1, 0.2, 0.3], "1 channels"),
@@ -462,6 +463,89 @@ def test_the_fingerprint_is_of_all_that_changes_a_trial(home):
     assert fingerprint(pixels=images[:, ::-1]) != same
     assert fingerprint(bias=0.5) != same
     assert fingerprint(text=path.read_text().replace("analytic", "dlg")) != same
+
+
+OWN = """
+from pathlib import Path
+import torch
+from torch import nn
+from parts import Head
+
+def word():
+    return (Path(__file__).parent / "word.txt").read_text()
+
+def make():
+    width = 9 if word() == "wider" else 8
+    act = nn.Sigmoid() if word() == "sigmoid" else nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), act, Head(width, 10))
+    if word() == "zero":
+        nn.init.zeros_(model[1].bias)
+    if word() == "frozen":
+        model[1].bias.requires_grad_(False)
+    if word() == "buffer":
+        model.register_buffer("extra", torch.ones(1))
+    return model
+
+def load():
+    images, labels = torch.linspace(0, 1, 640).reshape(10, 1, 8, 8), torch.arange(10)
+    if word() == "darker":
+        images = images / 2
+    if word() == "flipped":
+        labels = labels.flip(0)
+    if word() == "strided":
+        labels = torch.arange(20).flip(0)[::2] // 2
+    return images, labels
+"""
+PARTS = """
+from torch import nn
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        *(
+            ("word.txt", "plain", word)
+            for word in
+            ("wider", "sigmoid", "zero", "frozen", "buffer", "darker", "flipped", "strided")
+        ),
+        ("own.py", "linspace(0, 1", "linspace(0, .9"),
+        ("parts.py", "forward(x)", "forward(2 * x)"),
+    ],
+)  # fmt: skip
+def test_the_fingerprint_is_of_what_own_code_builds(home, monkeypatch, file, old, new):
+    folder = home / "plans"
+    for name, text in (("word.txt", "plain"), ("own.py", OWN), ("parts.py", PARTS)):
+        write(folder / name, text)
+    path = write(folder / "own.toml", toml('"own:load"', '"own:make"'))
+
+    def fingerprint():
+        for name in ("own", "parts"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        return read(path).fingerprint
+
+    before = fingerprint()
+    assert fingerprint() == before
+    changed = (folder / file).read_text()
+    assert old in changed
+    write(folder / file, changed.replace(old, new))
+    assert fingerprint() != before
+
+
+def test_the_files_of_own_code_are_its_own(home, monkeypatch):
+    folder = home / "plans"
+    for name in ("own", "parts"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, text in (("word.txt", "plain"), ("own.py", OWN), ("parts.py", PARTS)):
+        write(folder / name, text)
+    read(write(folder / "own.toml", toml('"own:load"', '"own:make"')))
+    assert own_files("own:make", folder) == [folder / "own.py", folder / "parts.py"]
+    assert own_files("mlp", folder) == []
 
 
 def test_the_fingerprint_is_not_of_how_it_is_written():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sample_result import failed, sample
 from scipy.stats import binomtest
 
+from leakgauge.audit import verdict
 from leakgauge.report import annex, contents, figures, wording
 
 
@@ -23,7 +24,7 @@ def result(tmp_path):
 @pytest.mark.parametrize(("hits", "records"), [(0, 5), (5, 5), (3, 8), (40, 100), (1, 1)])
 def test_the_interval_of_a_share_is_wilson_s(hits, records):
     known = binomtest(hits, records).proportion_ci(method="wilson")
-    assert wording.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
+    assert verdict.wilson(hits / records, records) == pytest.approx(known, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +147,10 @@ def test_an_attack_that_never_ran_is_listed(result):
 def test_the_ledger_counts_every_measured_row_once(result):
     lines = {line.realism: line for line in contents.ledger(result)}
     assert {name: line.rows for name, line in lines.items()} == {
-        "realistic": 4, "informed": 0, "oracle": 2,
+        "realistic": 4, "active": 0, "informed": 0, "oracle": 2,
     }  # fmt: skip
     assert {name: line.counts for name, line in lines.items()} == {
-        "realistic": True, "informed": True, "oracle": False,
+        "realistic": True, "active": True, "informed": True, "oracle": False,
     }  # fmt: skip
     best = max(
         row["scores"]["psnr"]["median"] for row in result["summary"] if row["realism"] == "oracle"
@@ -215,26 +216,26 @@ def test_a_checksum_that_cannot_be_made_is_said(tmp_path, result):
 
 def test_places_are_shares_of_the_axis():
     axis = figures.Axis(0, 40, (0.0, 20.0, 40.0))
-    assert [axis.place(v) for v in (0, 10, 40)] == ["0.00%", "25.00%", "100.00%"]
-    assert (axis.place(-5), axis.place(99)) == ("0.00%", "100.00%")
+    assert [axis.place(v) for v in (0, 10, 40)] == [0, 0.25, 1]
+    assert (axis.place(-5), axis.place(99)) == (0, 1)
 
 
 @given(st.lists(st.floats(-30, 150).map(lambda value: round(value, 3)), max_size=8))
 def test_an_axis_holds_what_it_must(values):
     axis = figures.psnr_axis(values)
     assert axis.low <= 0
-    assert 25 <= axis.high <= figures.CEILING
+    assert 25 <= axis.high <= figures.CAP
     assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
     assert 3 <= len(axis.ticks) <= 9
     for value in values:
         assert axis.low <= value
-        assert value <= axis.high or axis.high == figures.CEILING
+        assert value <= axis.high or axis.high == figures.CAP
 
 
 def test_a_strip_draws_a_dot_a_record_and_its_marks():
     axis = figures.Axis(0, 40, (0.0, 40.0))
     spread = {"least": 5.0, "most": 30.0, "median": 20.0, "quartiles": [10.0, 24.0]}
-    svg = figures.strip([5.0, 20.0, 30.0], spread, 12.0, 15.0, axis)
+    svg = figures.svg(figures.strip([5.0, 20.0, 30.0], spread, 12.0, 15.0, axis))
     assert svg.count('<circle class="dot"') == 3
     assert 'cx="12.50%"' in svg
     assert '<rect class="box" x="25.00%" width="35.00%"' in svg
@@ -242,7 +243,7 @@ def test_a_strip_draws_a_dot_a_record_and_its_marks():
     assert '<line class="whisker" x1="12.50%" x2="75.00%"' in svg
     assert '<svg x="30.00%"' in svg
     assert '<line class="limit" x1="37.50%"' in svg
-    assert 'class="base"' not in figures.strip([5.0], spread, None, None, axis)
+    assert 'class="base"' not in figures.svg(figures.strip([5.0], spread, None, None, axis))
 
 
 def test_many_dots_are_thinned_with_both_ends_kept():
@@ -256,15 +257,17 @@ def test_many_dots_are_thinned_with_both_ends_kept():
 
 def test_a_bar_reaches_from_zero_to_its_value():
     axis = figures.Axis(-10, 40, (0.0,))
-    assert 'x="20.00%" width="40.00%"' in figures.bar(20.0, None, None, None, axis)
-    assert 'x="10.00%" width="10.00%"' in figures.bar(-5.0, None, None, None, axis)
-    assert "<rect" not in figures.bar(None, None, None, None, axis)
-    assert 'class="interval" x1="40.00%" x2="80.00%"' in figures.bar(
-        20.0, [10.0, 30.0], None, None, axis
-    )
+
+    def bar(value, interval=None):
+        return figures.svg(figures.bar(value, interval, None, None, axis))
+
+    assert 'x="20.00%" width="40.00%"' in bar(20.0)
+    assert 'x="10.00%" width="10.00%"' in bar(-5.0)
+    assert "<rect" not in bar(None)
+    assert 'class="interval" x1="40.00%" x2="80.00%"' in bar(20.0, [10.0, 30.0])
 
 
 def test_the_end_of_a_full_axis_says_that_more_is_beyond():
     assert "≥ 50<" in figures.scale(figures.psnr_axis([80.0]))
     assert "≥" not in figures.scale(figures.psnr_axis([30.0]))
-    assert math.isclose(figures.psnr_axis([80.0]).high, figures.CEILING)
+    assert math.isclose(figures.psnr_axis([80.0]).high, figures.CAP)

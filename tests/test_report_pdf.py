@@ -6,12 +6,12 @@ import re
 import sys
 
 import pytest
-from sample_result import HOSTILE, failed, sample
+from sample_result import HOSTILE, failed, rederive, sample
 from test_schema import schema_1
 
 from leakgauge.audit import schema
-from leakgauge.errors import InputError
-from leakgauge.report import annex, pdf, write
+from leakgauge.errors import InputError, MissingExtra
+from leakgauge.report import annex, charts, pdf, write
 
 fpdf = pytest.importorskip("fpdf", reason="fpdf2 (the extra [pdf]) is not installed")
 
@@ -60,7 +60,7 @@ def test_it_is_a_pdf_with_the_verdict_and_the_tables(result, folder, shown, word
     assert content.startswith(b"%PDF-1.")
     assert content.rstrip().endswith(b"%%EOF")
     text = "\n".join(words).replace("\xa0", " ")
-    assert "Leaks · risk very high" in text
+    assert "Risk: very high" in text
     assert result["verdict"]["headline"] in text
     for row in result["summary"]:
         assert f"{row['scores']['psnr']['median']:.1f} dB" in text
@@ -71,8 +71,58 @@ def test_it_is_a_pdf_with_the_verdict_and_the_tables(result, folder, shown, word
     assert "batch_size = 8" in text
 
 
+def test_charts_are_drawn_as_on_the_page(result, folder, monkeypatch):
+    drawn = []
+    original = pdf._draw
+
+    def kept(page, mark, left, top, width):
+        assert page.l_margin < left < left + width < page.w - page.r_margin
+        assert page.t_margin < top < top + pdf.FIGURE < page.h - page.b_margin
+        drawn.append(mark)
+        return original(page, mark, left, top, width)
+
+    monkeypatch.setattr(pdf, "_draw", kept)
+    pdf.render(result, folder, "hide")
+    made = [
+        chart(result)
+        for chart in (charts.defences, charts.distribution, charts.labels, charts.ladder)
+    ]
+    assert drawn == [mark for chart in made for line in chart.lines for mark in line.marks]
+    assert len(drawn) > 100
+    assert set(pdf.KINDS) - {"dot over"} <= {mark.kind for mark in drawn} <= set(pdf.KINDS)
+
+
+def test_reasons_have_the_whole_width(result, folder, monkeypatch):
+    widths = {}
+    original = fpdf.FPDF.multi_cell
+
+    def kept(self, w, h=None, text="", *args, **kwargs):
+        widths[text] = w / self.epw
+        return original(self, w, h, text, *args, **kwargs)
+
+    monkeypatch.setattr(fpdf.FPDF, "multi_cell", kept)
+    pdf.render(result, folder, "hide")
+    reasons = {text: width for text, width in widths.items() if "10 min was spent (2" in text}
+    assert len(reasons) == 1
+    assert min(reasons.values()) > 0.95
+
+
+def test_the_first_page_is_one_page_and_the_findings_begin_the_next(result, folder, monkeypatch):
+    pages = {}
+    original = pdf._text
+
+    def kept(page, words, **kwargs):
+        pages.setdefault(words, page.page)
+        return original(page, words, **kwargs)
+
+    monkeypatch.setattr(pdf, "_text", kept)
+    pdf.render(result, folder, "hide")
+    assert pages["What to do next"] == pages["The verdict on each defence"] == 1
+    assert pages["Findings"] == 2
+
+
 def test_pictures_are_shown_blurred_or_left_out(result, folder, shown):
-    assert len(pictures(shown)) == 2 * pdf.MOST_PICTURES
+    assert len(pictures(shown)) == 2 * pdf.MOST_PICTURES  # the worst one is in the file once
     assert set(pictures(shown)) == {(16, 16)}
     assert set(pictures(pdf.render(result, folder))) == {(4, 4)}  # blur is the default
     assert pictures(pdf.render(result, folder, "hide")) == []
@@ -96,10 +146,9 @@ def test_any_characters_are_laid_out(tmp_path, text, words):
 def test_results_of_any_state_are_printed(tmp_path, result, folder):
     assert pdf.render(schema.check(schema_1(result)), folder, "hide").startswith(b"%PDF")
     made = sample(tmp_path, seeds=1, records=1)
-    made |= {"summary": [], "trials": [], "explanation": None, "sensitivity": None, "control": []}
-    made["verdict"] |= {"worst": None, "risk": None}
+    made |= {"trials": [], "explanation": None, "sensitivity": None, "control": []}
     made["times"]["finished"] = None
-    assert pdf.render(schema.check(made), tmp_path).startswith(b"%PDF")
+    assert pdf.render(schema.check(rederive(made)), tmp_path).startswith(b"%PDF")
 
 
 def test_long_tables_are_cut_and_say_so(tmp_path, words):
@@ -111,9 +160,10 @@ def test_long_tables_are_cut_and_say_so(tmp_path, words):
     assert "20 more rows are in result.json." in words
 
 
-def test_without_fpdf2_the_remedy_is_said(result, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fpdf", None)
-    with pytest.raises(InputError, match=r"pip install 'leakgauge\[pdf\]'"):
+@pytest.mark.parametrize("package", ["fpdf", "matplotlib"])
+def test_without_a_package_of_the_extra_the_remedy_is_said(result, folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=r"pip install 'leakgauge\[pdf\]'"):
         pdf.render(result, folder)
 
 

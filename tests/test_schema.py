@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_result import failed, sample, save
+from sample_result import failed, rederive, sample, save
 
 from leakgauge.audit import schema
 from leakgauge.errors import InputError
 
 FREE = {"plan", "facts"}  # the user's own content: any JSON
-OPTIONAL = {"success_rate", "risk", "leaking", "utility", "traceback"}
 NAMES = {"versions", "knowledge", "scores", "mean image", "random image"}  # keys are data there
+DERIVED = ("verdict", "summary", "control", "explanation")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,23 @@ def schema_1(result: dict[str, Any]) -> dict[str, Any]:
     del old["federation"]["model"]
     old["schema"] = 1
     old["times"] = {"cpu_seconds": old["times"]["cpu_seconds"]}
-    for row in old["summary"]:
-        del row["caveats"]
-        del row["leaking"]
+    old["trials"] = [trial for trial in old["trials"] if trial["kind"] == "trial"]
     for trial in old["trials"]:
         trial.pop("caveats", None)
         del trial["kind"]
+    return old
+
+
+def schema_2(result: dict[str, Any]) -> dict[str, Any]:
+    """The same audit as the second version wrote it: pictures alone were judged."""
+    old = copy.deepcopy(result)
+    old["schema"] = 2
+    old["leakgauge"] = "0.1.0"
+    old["plan"]["audit"]["limit"] = {"psnr": 15.0, "share": 0.1}
+    old["verdict"] = {"outcome": "below the limit", "exit_code": 0, "headline": "fine"}
+    old["control"] = [{"attack": "analytic", "trial": e["trials"][0]} for e in old["control"]]
+    for rung in old["explanation"]["rungs"]:
+        rung["trials"] = 1
     return old
 
 
@@ -79,8 +90,7 @@ def test_a_missing_key_is_named_wherever_it_is_missing(result):
     checked = 0
     for path in list(paths(result)):
         *above, key = path
-        optional = key in OPTIONAL and path[0] in ("summary", "trials")
-        if optional or (above and above[-1] in NAMES):
+        if above and (above[-1] in NAMES or path[0] in DERIVED):
             continue
         damaged = copy.deepcopy(result)
         del at(damaged, above)[key]
@@ -88,12 +98,14 @@ def test_a_missing_key_is_named_wherever_it_is_missing(result):
             schema.check(damaged)
         assert words(path) in str(caught.value)
         checked += 1
-    assert checked > 120
+    assert checked > 100
 
 
 def test_a_wrong_type_is_named_wherever_it_stands(result):
     for path in list(paths(result)):
         *above, key = path
+        if above and path[0] in DERIVED:
+            continue
         damaged = copy.deepcopy(result)
         at(damaged, above)[key] = [[]] if isinstance(at(result, path), dict) else {"wrong": True}
         with pytest.raises(InputError) as caught:
@@ -118,8 +130,8 @@ def test_null_is_not_a_value(result, key):
         (("trials", 0, "scores", "psnr", 1), "9", "trials[0].scores.psnr[1]: expected a finite"),
         (("trials", 0, "scores", "psnr", 0), 10**400, "trials[0].scores.psnr[0]: expected a fin"),
         (("trials", 0, "images", "truths"), [], "trials[0].images: expected a guess beside each"),
-        (("summary", 0, "risk", "median"), "some", "summary[0].risk.median: expected one of"),
-        (("summary", 0, "scores", "psnr", "interval"), [1.0], "interval: expected a list of 2"),
+        (("trials", 0, "baselines", "mean image"), {}, "baselines.mean image.psnr: expected, but"),
+        (("trials", 0, "scores"), {"psnr": [9.0, 9.0]}, "trials[0].scores.identified: expected"),
         (("verdict", "outcome"), "safe", "verdict.outcome: expected one of 'below the limit'"),
         (("threat", "actor"), "nobody", "threat.actor: expected one of 'aggregate'"),
         (("federation", "shape"), [3, 16], "federation.shape: expected a list of 3"),
@@ -150,29 +162,83 @@ def test_a_picture_outside_the_folder_is_refused(result, key, name):
 
 
 def test_trials_that_did_not_finish_need_no_scores(result):
+    count = len(result["trials"])
     result["trials"].append(failed(result["trials"][0], "ValueError: x", "…"))
-    result["summary"].append(
-        {
-            "round": 0,
-            "defence": "none",
-            "attack": "dlg",
-            "trials": 1,
-            "failed": 1,
-            "not_applicable": 0,
-            "reason": "ValueError: x",
-        }
-    )
-    assert len(schema.check(result)["trials"]) == 2
+    assert len(schema.check(rederive(result))["trials"]) == count + 1
 
 
 def test_unknown_keys_are_kept(result):
-    result["summary"][0]["later"] = {"x": 1}
-    assert schema.check(result)["summary"][0]["later"] == {"x": 1}
+    result["later"] = result["trials"][0]["later"] = {"x": 1}
+    opened = schema.check(result)
+    assert opened["later"] == opened["trials"][0]["later"] == {"x": 1}
+
+
+# What follows from the trials.
+
+
+@pytest.mark.parametrize("version", [None, "0.0.9"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("outcome", "below the limit"), ("outcome", "failed"), ("exit_code", 0)]
+)
+def test_an_edited_verdict_is_refused(result, key, value, version):
+    result["verdict"][key] = value
+    if version:
+        result["leakgauge"] = version
+    with pytest.raises(InputError, match=f"verdict.{key} does not follow from the trials"):
+        schema.check(result)
+
+
+def test_whatever_follows_from_the_trials_is_refused_when_edited(result):
+    result["versions"]["torch"] = schema._torch()
+    checked = 0
+    for path in list(paths({key: result[key] for key in DERIVED})):
+        *above, key = path
+        if path[0] == "explanation" and key in ("factor", "label", "attack"):
+            continue  # names of rungs, which no trial tells
+        damaged = copy.deepcopy(result)
+        if isinstance(at(result, path), str):
+            at(damaged, above)[key] = "edited"
+        else:
+            del at(damaged, above)[key]
+        with pytest.raises(InputError):
+            schema.check(damaged)
+        checked += 1
+    assert checked > 120
+
+
+def test_an_edited_score_is_noticed_by_its_verdict(result):
+    for trial in result["trials"]:
+        if trial["kind"] == "trial":
+            trial["scores"]["psnr"] = [5.0] * trial["records"]
+            trial["scores"]["identified"] = [0.0] * trial["records"]
+            trial["labels"]["accuracy"] = 0.0
+    with pytest.raises(InputError, match="it says 'leaks', they say 'inconclusive'"):
+        schema.check(result)
+
+
+def test_another_version_s_words_are_said_anew(result):
+    true = result["verdict"]["headline"]
+    result["leakgauge"] = "0.0.9"
+    result["verdict"]["headline"] = "other words"
+    assert schema.check(result)["verdict"]["headline"] == true
+
+
+# Older versions.
+
+
+def test_schema_2_is_judged_anew(result):
+    opened = schema.check(schema_2(result))
+    assert opened["schema"] == schema.SCHEMA == 3
+    assert opened["verdict"] == result["verdict"] | {"limit": opened["verdict"]["limit"]}
+    assert opened["verdict"]["outcome"] == "leaks"
+    assert opened["plan"]["audit"]["limit"]["labels"] == 0.5
+    assert opened["explanation"] is None
+    assert [entry["passed"] for entry in opened["control"]] == [True]
 
 
 def test_schema_1_opens_with_what_it_did_not_know_left_empty(folder, result):
     opened = schema.check(schema_1(result))
-    assert opened["schema"] == schema.SCHEMA == 2
+    assert opened["schema"] == schema.SCHEMA
     assert opened["verdict"] is None
     assert opened["threat"] is None
     assert opened["explanation"] is None
@@ -196,19 +262,19 @@ def test_a_damaged_schema_1_is_refused_too(result):
     del old["trials"][0]["scores"]
     with pytest.raises(InputError, match=r"trials\[0\].scores: expected, but it is missing"):
         schema.check(old)
-    with pytest.raises(InputError, match="summary: expected a list"):
-        schema.check(schema_1(result) | {"summary": {}})
+    with pytest.raises(InputError, match="trials: expected a list"):
+        schema.check(schema_1(result) | {"trials": {}})
 
 
-@pytest.mark.parametrize("version", [3, 99])
+@pytest.mark.parametrize("version", [4, 99])
 def test_a_newer_version_is_refused_with_the_remedy(result, version):
-    with pytest.raises(InputError, match=f"schema is {version}.*reads up to 2; upgrade"):
+    with pytest.raises(InputError, match=f"schema is {version}.*reads up to 3; upgrade"):
         schema.check(result | {"schema": version})
 
 
 @pytest.mark.parametrize("version", [0, -1])
 def test_a_version_that_never_was_is_refused(result, version):
-    with pytest.raises(InputError, match=f"schema: expected one of 1, 2, got {version}"):
+    with pytest.raises(InputError, match=f"schema: expected 1 to 3, got {version}"):
         schema.check(result | {"schema": version})
 
 
@@ -257,21 +323,15 @@ def test_no_file_and_a_folder_are_refused_in_words(tmp_path):
         schema.load(tmp_path)
 
 
-def test_the_documentation_names_every_key():
+def test_the_documentation_names_every_key(result):
     text = (Path(__file__).parents[1] / "docs" / "result-schema.md").read_text(encoding="utf-8")
-
-    def keys(shape: Any):
-        if isinstance(shape, schema.Maybe | schema.Each):
-            yield from keys(shape.shape)
-        elif isinstance(shape, list):
-            yield from keys(shape[0])
-        elif isinstance(shape, dict):
-            for key, inner in shape.items():
-                yield key.removesuffix("?")
-                yield from keys(inner)
-
-    shapes = (schema.RESULT, schema.MEASURED_ROW, schema.FINISHED_TRIAL)
-    named = {key for shape in shapes for key in keys(shape)}
+    free = {*NAMES, *FREE, "leaks", "kinds"}
+    named = {
+        path[-1]
+        for path in paths(result)
+        if isinstance(path[-1], str) and not free & set(path[:-1])
+    }
+    named |= set(result["verdict"]["kinds"]) | set(result["verdict"]["kinds"]["found"])
     assert len(named) > 70
     assert {key for key in named if f"`{key}`" not in text} == set()
 

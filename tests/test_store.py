@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -22,6 +24,15 @@ def tree(folder):
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
+
+
+def trial(id_="one", **more):
+    """A trial that a folder may hold."""
+    return {
+        "id": id_, "kind": "trial", "round": 0, "defence": "none", "attack": "analytic", "seed": 0,
+        "realism": "realistic", "status": "failed", "error": "it broke",
+        "times": {"wall_seconds": 1.0, "cpu_seconds": 1.0},
+    } | more  # fmt: skip
 
 
 def opened(out, fingerprint="f", *, resume=False, overwrite=False):
@@ -127,16 +138,87 @@ def test_nothing_is_written_before_the_first_trial(tmp_path):
 
 
 def test_a_trial_is_read_back(tmp_path):
-    opened(tmp_path).keep("one", {"status": "done", "scores": [1.5]})
-    again = opened(tmp_path, resume=True)
-    assert again.done("one") == {"status": "done", "scores": [1.5]}
-    assert again.done("two") is None
+    opened(tmp_path).keep("one", trial(more=[1.5]))
+    again, said = opened(tmp_path, resume=True), []
+    assert again.done("one", said.append) == trial(more=[1.5])
+    assert again.done("two", said.append) is None
+    assert said == []
 
 
-def test_a_damaged_trial_is_no_finished_one(tmp_path):
-    opened(tmp_path).keep("one", {"status": "done"})
-    (tmp_path / "trials" / "one.json").write_text('{"status": "do')
-    assert opened(tmp_path, resume=True).done("one") is None
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"id": "on', "Unterminated string"),
+        ("[" * 10**5, "recursion"),
+        (b"\xff", "codec can't decode"),
+        ("[]", "expected a table"),
+        (json.dumps(trial("two")), "id: expected one of 'one', got \"two\""),
+        (json.dumps(trial(status="well")), "status: expected one of"),
+        (json.dumps(trial(status="done")), "records: expected, but it is missing"),
+        (json.dumps(trial(fingerprint="g")), "it is of another plan"),
+        (json.dumps(trial()), "it is of another plan"),
+    ],
+)
+def test_what_is_not_surely_a_trial_of_this_plan_is_said_and_not_used(tmp_path, content, words):
+    opened(tmp_path).keep("one", trial())
+    path, said = tmp_path / "trials" / "one.json", []
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert opened(tmp_path, resume=True).done("one", said.append) is None
+    assert len(said) == 1
+    assert said[0].startswith(f"{path} is not used, its trial is run again: ")
+    assert words in said[0]
+
+
+def test_a_trial_that_never_ends_is_not_read(tmp_path):
+    store, said = opened(tmp_path), []
+    store.keep("one", trial())
+    (tmp_path / "trials" / "one.json").unlink()
+    os.mkfifo(tmp_path / "trials" / "one.json")
+    assert opened(tmp_path, resume=True).done("one", said.append) is None
+    assert "a pipe" in said[0]
+
+
+# One audit at a time.
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from leakgauge.audit.store import Store
+with Store(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_ends_with_its_holder_however_it_ends(tmp_path):
+    out = tmp_path / "new" / "out"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(PlanError, match=rf"in use by another audit \(process {holder.pid} on "),
+            Store(out).locked(),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    assert (out / ".lock").exists()
+    store = opened(out)  # what the kill left is no obstacle
+    with store.locked():
+        assert store._fingerprint == "f"
+    assert not (out / ".lock").exists()
+
+
+def test_a_lock_leaves_nothing_unless_something_was_written(tmp_path):
+    out = tmp_path / "new" / "out"
+    with Store(out).locked():
+        assert (out / ".lock").exists()
+    assert tree(tmp_path) == {}
+    store = opened(out)
+    with store.locked():
+        store.keep("one", trial())
+    assert sorted(tree(out)) == ["plan.json", "trials", "trials/one.json"]
 
 
 def test_an_audit_is_not_touched_unless_asked(audited):
@@ -154,12 +236,12 @@ def test_overwrite_replaces_the_audit_with_its_first_trial_and_not_before(audite
     store = opened(audited, "g", overwrite=True)
     assert store.done("one") is None  # though its file is still there
     assert tree(audited) == before
-    store.keep("two", {"status": "done"})
+    store.keep("two", trial("two"))
     after = tree(audited)
     assert sorted(after) == ["notes.txt", "plan.json", "trials", "trials/two.json"]
     assert json.loads(after["plan.json"])["fingerprint"] == "g"
     store.keep("three", {"status": "done"})
-    assert store.done("two") == {"status": "done"}
+    assert store.done("two") == trial("two")
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks import Analytic
+from leakgauge.attacks.active import RobbingTheFed
 from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
@@ -279,7 +281,17 @@ def test_a_refusal_says_the_remedy(needs, words):
 
 
 def test_all_knowledge_is_described():
-    assert set(KNOWLEDGE) == set(get_args(Knowledge))
+    assert set(KNOWLEDGE) == {*get_args(Knowledge), "public"}
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("malicious", [False, True])
+@pytest.mark.parametrize("public", [0, 3])
+def test_only_a_malicious_server_holds_public_images_and_only_if_there_are_any(
+    actor, malicious, public
+):
+    held = holds(ThreatModel(actor, malicious=malicious), public)
+    assert ("public" in held) == (malicious and public > 0 and actor != "client")
 
 
 @pytest.mark.parametrize("actor", ACTORS)
@@ -297,6 +309,16 @@ def test_realism_says_what_was_given() -> None:
     assert realism(ThreatModel("client", protocol)) == "informed"
     assert realism(ThreatModel("server", protocol | {"labels"})) == "oracle"
     assert realism(ThreatModel("server", protocol | {"statistics"})) == "oracle"
+
+
+@pytest.mark.parametrize("actor", ["server", "aggregate"])
+def test_who_changes_the_model_is_active_and_who_only_looks_is_not(actor) -> None:
+    malicious = ThreatModel(actor, malicious=True)
+    assert realism(malicious) == "active"
+    assert realism(malicious, RobbingTheFed()) == "active"
+    assert realism(malicious, Analytic()) == "realistic"
+    assert realism(replace(malicious, grants=frozenset({"labels"})), RobbingTheFed()) == "oracle"
+    assert realism(ThreatModel(actor)) == "realistic"
 
 
 @pytest.mark.parametrize("actor", ACTORS)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from leakgauge.audit import Store, forecast, parse, run
-from leakgauge.audit.cases import Case, controls, ladder, trials
+from leakgauge.audit.cases import controls, ladder, trials
 from leakgauge.audit.checks import CHECKS, caveats
 from leakgauge.audit.ladder import FACTORS, describe, factors, weakened
-from leakgauge.audit.result import explain
-from leakgauge.audit.verdict import judge, judge_control, leaking
+from leakgauge.audit.summary import capped, derived, explain, summarise
+from leakgauge.audit.verdict import beyond, leaking, weigh, wilson
 from leakgauge.defences import Clip
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario
@@ -56,7 +56,7 @@ def test_keeping_every_factor_is_the_scenario_itself() -> None:
 def test_each_factor_is_put_back_by_itself(factor: str) -> None:
     kept = ("batch", factor) if factor == "steps" else (factor,)  # 8 records need a batch of 4
     assert factors(weakened(HARD, kept), "aggregate") == [f for f in FACTORS if f in kept]
-    assert describe(HARD, factor) != describe(weakened(HARD, ()), factor)
+    assert describe(HARD, factor, "clip") != describe(weakened(HARD, ()), factor, "none")
 
 
 def tiny(**changes: Any):
@@ -122,25 +122,71 @@ def test_the_ladder_climbs_from_the_twin_to_the_trials() -> None:
         assert gained == {factor}
 
 
-def rung(factor: str, psnr: float | None) -> tuple[str, Case, list[dict[str, Any]]]:
-    done = {"status": "done", "scores": {"psnr": [psnr]}}
-    case = Case("trial", 0, "none", "analytic", 0)
-    return factor, case, [done] if psnr is not None else []
+def ladder_of(*steps: tuple[str, float | None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ladder of (factor, median), and its trials."""
+    found = {
+        str(i): {"status": "done", "scores": {"psnr": [psnr]}}
+        for i, (_, psnr) in enumerate(steps)
+        if psnr is not None
+    }
+    rungs = [
+        {"factor": factor, "label": f"to {factor}", "trials": [str(i)]}
+        for i, (factor, _) in enumerate(steps)
+    ]
+    return {"attack": "ig", "rungs": rungs}, found
 
 
-def test_the_rung_that_falls_most_protects() -> None:
-    plan = tiny()
-    told = explain(plan, [rung("twin", 40.0), rung("batch", 35.0), rung("steps", 12.0)])
-    assert told is not None
+LEAKS = {"outcome": "leaks", "limit": {"psnr": 15.0}}
+
+
+def test_the_rung_that_falls_most_is_named_with_what_is_left() -> None:
+    told = explain(*ladder_of(("twin", 40.0), ("batch", 35.0), ("steps", 12.0)), LEAKS)
     assert [row["change"] for row in told["rungs"]] == [None, -5.0, -23.0]
-    assert "the steps" in told["sentence"]
-    assert "23.0 dB" in told["sentence"]
-    even = explain(plan, [rung("twin", 40.0), rung("batch", 39.0)])
-    assert even is not None
-    assert "Nothing in this federation protects" in even["sentence"]
-    cut = explain(plan, [rung("twin", 40.0), rung("batch", None)])
-    assert cut is not None
-    assert "too few" in cut["sentence"]
+    assert (
+        "the steps (to steps): the median falls from 35.0 dB to 12.0 dB, below the limit"
+        in (told["sentence"])
+    )
+    left = explain(*ladder_of(("twin", 150.0), ("defence", 27.0)), LEAKS)
+    assert "from over 50 dB to 27.0 dB, still above the limit of 15 dB" in left["sentence"]
+    assert "does not adapt" in left["sentence"]
+    assert left["rungs"][1]["change"] == -23.0  # decibels beyond 50 are no difference
+
+
+def test_where_nothing_falls_both_ends_are_named() -> None:
+    even = explain(*ladder_of(("twin", 40.0), ("batch", 39.0)), LEAKS)
+    assert "No factor that was tested hinders ig" in even["sentence"]
+    assert "40.0 dB on the weakest twin and 39.0 dB" in even["sentence"]
+
+
+@pytest.mark.parametrize("steps", [
+    [("twin", 40.0), ("batch", None)],
+    [("twin", None), ("batch", 20.0)],
+    [("twin", 40.0), ("batch", 20.0), ("steps", None)],
+    [("twin", None), ("batch", None)],
+])  # fmt: skip
+def test_no_number_is_invented_for_a_rung_that_was_not_run(steps: list[Any]) -> None:
+    told = explain(*ladder_of(*steps), LEAKS)["sentence"]
+    assert "too few trials" in told
+    assert "0.0 dB" not in told
+
+
+@pytest.mark.parametrize("outcome", ["inconclusive", "failed"])
+def test_what_protects_is_not_said_without_a_verdict(outcome: str) -> None:
+    told = explain(*ladder_of(("twin", 40.0), ("batch", 12.0)), LEAKS | {"outcome": outcome})
+    assert told["sentence"].startswith("What protects cannot be said")
+
+
+def test_a_plan_that_was_not_run_whole_is_not_called_below() -> None:
+    plan = {"audit": {"limit": LIMIT}, "threat": {"actor": "server"}}
+    skipped = [{"id": "x", "attack": "ig", "reason": "the budget of 9 s was spent"}]
+    verdict = derived(plan, [trial(), BROKEN], ["twin"], None, skipped)["verdict"]
+    assert (verdict["outcome"], verdict["exit_code"]) == ("inconclusive", 4)
+    assert "1 trial of the plan did not run (the budget" in verdict["headline"]
+    assert "--resume" in verdict["next"][0]
+
+
+def test_a_psnr_beyond_meaning_is_capped_in_words() -> None:
+    assert [capped(50.0), capped(50.1), capped(-1.0)] == ["50.0 dB", "over 50 dB", "-1.0 dB"]
 
 
 # Checks.
@@ -183,6 +229,16 @@ def test_each_check_speaks_for_itself_alone(name: str) -> None:
     assert caveats(trial) == [CHECKS[name](trial)]
 
 
+@pytest.mark.parametrize(
+    ("gain", "shown"), [(-0.6, False), (-0.4, True), (0.4, True), (0.6, False), (4.0, False)]
+)
+def test_the_prior_is_what_scores_within_half_a_decibel_of_the_mean_image(
+    gain: float, shown: bool
+) -> None:
+    trial = finished(scores={"psnr": [11.0 + gain, 12.0 + gain]})
+    assert any("the mean image" in caveat for caveat in caveats(trial)) == shown
+
+
 # The verdict.
 
 
@@ -194,60 +250,233 @@ def test_a_record_leaks_above_the_limit_and_above_its_own_baseline() -> None:
     assert leaking(trial, 15.0) == [False, True, False, False]
 
 
-def row(leak: float, median: float = 20.0, **more: Any) -> dict[str, Any]:
-    spread = {"median": median, "interval": [median - 1, median + 1], "most": median + 2}
-    return {
-        "round": 0, "defence": "none", "attack": "ig", "records": 4, "leaking": leak,
-        "realism": "realistic", "scores": {"psnr": spread},
-        "baselines": {"mean image": {"psnr": 10.0}}, "risk": {"median": "very high"},
-    } | more  # fmt: skip
+LIMIT = {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5}
 
 
-LIMIT = {"psnr": 15.0, "share": 0.1}
-PASSED = [{"attack": "ig", "passed": True}]
-FAILED = [{"attack": "ig", "passed": False}]
-CRASH = [{"status": "failed"}]
+def test_a_share_counts_beyond_guessing() -> None:
+    assert beyond(0.5, 0.5) == 0.0
+    assert beyond(0.75, 0.5) == 0.5
+    assert beyond(0.2, 0.5) == 0.0
+    assert beyond(1.0, 1.0) == 0.0  # guessing is always right
 
 
 @pytest.mark.parametrize(
-    ("rows", "trials_", "control", "outcome", "code"),
+    ("share", "chance", "records", "state"),
     [
-        ([row(0.5)], [], PASSED, "leaks", 1),
-        ([row(0.5)], [], FAILED, "leaks", 1),
-        ([row(0.1)], [], PASSED, "below the limit", 0),
-        ([row(0.0)], [], FAILED, "inconclusive", 4),
-        ([row(0.0)], [], [], "inconclusive", 4),
-        ([row(0.0)], CRASH, PASSED, "failed", 3),
-        ([row(0.5)], CRASH, PASSED, "leaks", 3),
-        ([row(0.9, realism="oracle")], [], PASSED, "inconclusive", 4),
-        ([row(0.9, realism="oracle"), row(0.0)], [], PASSED, "below the limit", 0),
-        ([], [], PASSED, "inconclusive", 4),
+        (1.0, 0.0, 3, "leaks"),
+        (1 / 3, 0.005, 3, "leaks"),
+        (0.0, 0.0, 3, "undecided"),
+        (0.0, 0.0, 34, "undecided"),
+        (0.0, 0.0, 35, "below"),  # z² / (n + z²) is 0.0989 there
+        (0.1, 0.0, 1000, "undecided"),  # at the limit, and its interval is not below
+        (0.101, 0.0, 1000, "leaks"),
+        (1.0, 1 / 3, 1, "undecided"),  # one of three by luck
+        (1.0, 0.5, 2, "undecided"),
+        (1.0, 0.5, 12, "leaks"),
+        (0.5, 0.5, 1000, "below"),
+    ],
+)
+def test_a_kind_of_leak_against_its_limit(
+    share: float, chance: float, records: int, state: str
+) -> None:
+    assert weigh(share, chance, records, 0.1)["state"] == state
+
+
+@pytest.mark.parametrize(("hits", "records"), [(0, 3), (0, 20), (1, 30), (6, 100)])
+def test_as_many_records_as_were_asked_for_decide_it(hits: int, records: int) -> None:
+    found = weigh(hits / records, 0.0, records, 0.1)
+    assert found["state"] == "undecided"
+    more = found["more"]
+    assert weigh(hits / (records + more), 0.0, records + more, 0.1)["state"] == "below"
+    less = records + more - 1
+    assert weigh(hits / less, 0.0, less, 0.1)["state"] == "undecided"
+
+
+def test_no_number_of_records_shows_a_limit_of_nothing() -> None:
+    assert weigh(0.0, 0.0, 10, 0.0)["more"] is None
+    assert weigh(0.0, 0.0, 10, 1.0)["state"] == "below"
+
+
+def test_the_interval_widens_with_fewer_records() -> None:
+    assert wilson(0.0, 3)[1] > wilson(0.0, 30)[1] > 0
+
+
+def trial(
+    psnr: float = 9.0, found: float = 0.0, labels: float | None = 0.1, **more: Any
+) -> dict[str, Any]:
+    """A finished trial of forty records, all alike: enough for a limit of a tenth."""
+    count = more.pop("records", 40)
+    other = {"kind": "trial", "seed": 0} | more
+    name = "-".join(str(v) for v in other.values())
+    return {
+        "round": 0, "defence": "none", "attack": "ig", "realism": "realistic", "id": name,
+        "status": "done", "error": None, "records": count, "caveats": [], "history": [],
+        "notes": [], "facts": {},
+        "scores": {"psnr": [psnr] * count, "identified": [found] * count},
+        "baselines": {"mean image": {"psnr": [10.0] * count},
+                      "random image": {"psnr": [9.0] * count}, "identified": 0.005},
+        "labels": None if labels is None else
+                  {"accuracy": labels, "random": 0.1, "class prior": 0.12},
+    } | other  # fmt: skip
+
+
+BROKEN = trial(30.0, 1.0, 1.0, kind="control", id="twin")
+UNBROKEN = trial(9.0, 0.0, 0.1, kind="control", id="twin")
+
+
+def audited(
+    *trials_: dict[str, Any], control: dict[str, Any] | None = BROKEN, **limit: float
+) -> dict[str, Any]:
+    plan = {"audit": {"limit": LIMIT | limit}, "threat": {"actor": "server", "malicious": False}}
+    every = [*trials_, *([control] if control else [])]
+    return derived(plan, every, ["twin"], None, [])
+
+
+def said(*trials_: dict[str, Any], **more: Any) -> tuple[str, int]:
+    verdict = audited(*trials_, **more)["verdict"]
+    return verdict["outcome"], verdict["exit_code"]
+
+
+CRASH = {"kind": "trial", "round": 0, "defence": "none", "attack": "bad", "seed": 0, "id": "bad",
+         "realism": "realistic", "status": "failed", "error": "RuntimeError: no"}  # fmt: skip
+CANNOT = CRASH | {"status": "not applicable", "error": "no linear layer"}
+
+
+@pytest.mark.parametrize(
+    ("trials_", "control", "outcome", "code"),
+    [
+        ([trial(30.0)], BROKEN, "leaks", 1),
+        ([trial(30.0)], None, "leaks", 1),
+        ([trial()], BROKEN, "below the limit", 0),
+        ([trial(found=1.0)], BROKEN, "leaks", 1),  # recognised at 9 dB
+        ([trial(labels=1.0)], BROKEN, "leaks", 1),
+        ([trial(labels=None)], BROKEN, "below the limit", 0),
+        ([trial(records=3)], BROKEN, "inconclusive", 4),
+        ([trial()], UNBROKEN, "inconclusive", 4),
+        ([trial()], None, "inconclusive", 4),
+        ([trial(), CRASH], BROKEN, "failed", 3),
+        ([trial(30.0), CRASH], BROKEN, "leaks", 3),
+        ([trial(30.0, realism="oracle")], BROKEN, "inconclusive", 4),
+        ([trial(30.0, realism="oracle", attack="o"), trial()], BROKEN, "below the limit", 0),
+        ([trial(30.0, realism="active")], BROKEN, "leaks", 1),
+        ([CANNOT], BROKEN, "inconclusive", 4),
+        ([], BROKEN, "inconclusive", 4),
     ],
 )
 def test_the_outcome_and_its_code(
-    rows: list[Any], trials_: list[Any], control: list[Any], outcome: str, code: int
+    trials_: list[Any], control: Any, outcome: str, code: int
 ) -> None:
-    verdict = judge(rows, trials_, control, [], LIMIT)
-    assert (verdict["outcome"], verdict["exit_code"]) == (outcome, code)
+    assert said(*trials_, control=control) == (outcome, code)
 
 
-def test_a_control_that_was_not_run_is_not_said_to_have_failed() -> None:
-    failed, absent = (judge([row(0.0)], [], c, [], LIMIT)["headline"] for c in (FAILED, []))
-    assert "no attack broke" in failed
-    assert "no attack was tried on a known-weak twin" in absent
+@pytest.mark.parametrize("kind", ["pictures", "found", "labels"])
+def test_a_kind_that_the_control_did_not_show_is_not_called_below(kind: str) -> None:
+    shows = {"pictures": 30.0, "found": 1.0, "labels": 1.0}
+    lacks = shows | {kind: {"pictures": 9.0, "found": 0.0, "labels": 0.1}[kind]}
+    control = trial(*lacks.values(), kind="control", id="twin")
+    verdict = audited(trial(), control=control)["verdict"]
+    assert verdict["outcome"] == "inconclusive"
+    assert verdict["kinds"][kind]["state"] == "no control"
+    assert [k for k, leak in verdict["kinds"].items() if leak["state"] == "below"] == [
+        k for k in shows if k != kind
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [("share", {"psnr": 30.0}), ("found", {"found": 0.75}), ("labels", {"labels": 0.9})],
+)
+def test_each_kind_has_its_own_limit_and_a_limit_of_one_allows_all(
+    key: str, more: dict[str, float]
+) -> None:
+    assert said(trial(**more)) == ("leaks", 1)
+    assert said(trial(**more), **{key: 1.0}) == ("below the limit", 0)
+    assert said(trial(**more), control=UNBROKEN, **{key: 1.0}) == ("inconclusive", 4)
+
+
+def test_controls_are_not_pooled_into_the_summary() -> None:
+    result = audited(trial(12.0), control=BROKEN)
+    assert [(row["trials"], row["records"]) for row in result["summary"]] == [(1, 40)]
+    assert result["summary"][0]["scores"]["psnr"]["most"] == 12.0
+    assert result["verdict"]["records"] == 40
+
+
+def test_why_it_is_inconclusive_is_said_with_its_remedy() -> None:
+    few = audited(trial(records=3))["verdict"]
+    assert "too few records. 3 records cannot show" in few["headline"]
+    assert few["next"][0].startswith("Attack at least 34 more records: add `seeds`")
+    absent = audited(trial(), control=None)["verdict"]
+    assert "no attack was tried on a known-weak twin" in absent["headline"]
+    assert "control = true" in absent["next"][0]
+    unbroken = audited(trial(), control=UNBROKEN)["verdict"]
+    assert "no attack recovered a record of a known-weak twin" in unbroken["headline"]
+    assert "more iterations" in unbroken["next"][0]
+    oracle = audited(trial(30.0, realism="oracle"))["verdict"]
+    assert "told truths" in oracle["headline"]
+    cannot = audited(CANNOT)["verdict"]
+    assert "none of the attacks that were run applies" in cannot["headline"]
+    assert "run to its end" in audited()["verdict"]["headline"]
+
+
+def test_a_green_headline_names_its_evidence() -> None:
+    headline = audited(trial())["verdict"]["headline"]
+    assert headline.startswith("Below the limit, for the attacks that were run on 40 records")
+    assert "at most 9 % recovered to 15 dB or better (limit 10 %)" in headline
+
+
+def test_a_leak_of_labels_alone_is_called_so() -> None:
+    assert audited(trial(labels=1.0))["verdict"]["headline"] == (
+        "This federation leaks labels: 100 % of the labels were read (guessing: 12 %)."
+    )
+
+
+def test_each_defence_has_a_verdict_of_its_own() -> None:
+    result = audited(
+        trial(30.0, 1.0, 1.0),
+        trial(9.0, 0.0, 0.1, defence="clip"),
+        trial(9.0, 0.0, 1.0, defence="prune"),
+    )
+    found = {entry["defence"]: entry["outcome"] for entry in result["verdict"]["defences"]}
+    assert found == {"none": "leaks", "clip": "below the limit", "prune": "leaks"}
+    assert any(step.startswith("Use clip") for step in result["verdict"]["next"])
+
+
+def test_the_next_steps_follow_from_what_was_tested() -> None:
+    bare = audited(trial(30.0))["verdict"]["next"]
+    assert bare[0].startswith("Protect updates like the data")
+    assert "None was tested here" in bare[1]
+    weak = audited(trial(30.0, 1.0, 1.0), trial(30.0, 1.0, 1.0, defence="clip"))["verdict"]["next"]
+    assert any("None of the tested defences" in step for step in weak)
+    part = audited(trial(30.0), trial(9.0, 0.0, 1.0, defence="clip"))["verdict"]["next"]
+    assert any("closed the leak of pictures and recognition" in step for step in part)
+    assert any("the leak of labels is still open" in step for step in part)
+    few = audited(trial(30.0, records=3), trial(9.0, defence="clip", records=3))["verdict"]["next"]
+    assert any("at least 34 more records must show it" in step for step in few)
 
 
 def test_the_worst_row_is_the_one_that_leaks_most() -> None:
-    verdict = judge([row(0.2, 40.0), row(0.6, 18.0, attack="b")], [], PASSED, [], LIMIT)
-    assert verdict["worst"]["attack"] == "b"
+    half = trial(18.0, attack="b")
+    half["scores"]["psnr"][:10] = [9.0] * 10
+    result = audited(trial(9.0, attack="a"), half)
+    assert result["verdict"]["worst"]["attack"] == "b"
+    assert result["verdict"]["worst"]["share"] == 0.75
 
 
-def test_a_control_must_stand_above_the_mean_image() -> None:
-    trial = {"attack": "a", "id": "t", "status": "done", "error": None,
-             "scores": {"psnr": [14.0]}, "baselines": {"mean image": {"psnr": [11.0]}}}  # fmt: skip
-    assert judge_control(trial)["passed"]
-    assert not judge_control(trial | {"scores": {"psnr": [13.9]}})["passed"]
-    assert not judge_control(trial | {"status": "failed", "error": "boom"})["passed"]
+def test_labels_are_weighed_by_records() -> None:
+    rows = summarise([trial(labels=1.0, records=1), trial(labels=0.0, records=3, seed=1)], LIMIT)
+    assert rows[0]["labels"]["accuracy"] == 0.25
+
+
+def test_a_control_is_judged_by_the_limits_of_the_plan() -> None:
+    passed = audited(trial(), control=trial(16.0, 0.0, 0.1, kind="control", id="twin"))["control"]
+    assert (passed[0]["passed"], passed[0]["breaks"]) == (True, ["pictures"])
+    close = audited(trial(), control=trial(14.9, 0.0, 0.1, kind="control", id="twin"))["control"]
+    assert not close[0]["passed"]
+    assert "14.9 dB where a mean image has 10.0" in close[0]["reason"]
+    known = audited(trial(), control=trial(9.0, 1.0, 0.1, kind="control", id="twin"))["control"]
+    assert (known[0]["passed"], known[0]["breaks"]) == (True, ["found"])
+    crash = audited(trial(), control=CRASH | {"id": "twin", "kind": "control"})["control"]
+    assert not crash[0]["passed"]
 
 
 # Whole audits.
@@ -291,7 +520,7 @@ def test_an_audit_of_a_leaking_federation_says_why(tmp_path: Path) -> None:
     result = run(plan, Store(tmp_path), calibrate=True)
     assert (result["verdict"]["outcome"], result["verdict"]["exit_code"]) == ("leaks", 1)
     assert [entry["passed"] for entry in result["control"]] == [True]
-    assert "the defence" in result["explanation"]["sentence"]
+    assert "the defence (no defence → clip-and-noise)" in result["explanation"]["sentence"]
     assert result["sensitivity"]["cosine_distance"] < 0.5
     assert result["times"]["forecast"]["cpu_seconds"] > 0
     assert result["not_run"] == []

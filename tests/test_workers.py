@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from leakgauge.audit import Store, parse, run
-from leakgauge.audit.workers import in_processes
-from leakgauge.errors import InputError
+from leakgauge.audit import Store, parse, read, run
+from leakgauge.audit.workers import Workers, next_of
+from leakgauge.errors import InputError, PlanError
 
-KILLS = 20
+KILLED = (2, 1, 2, 1, 2)  # the jobs of each run that is killed
 
 PLAN = """
 [federation]
@@ -29,7 +28,7 @@ training = { batch_size = 2 }
 
 [[attack]]
 name = "inverting-gradients"
-iterations = 120
+iterations = 60
 
 [[defence]]
 name = "none"
@@ -40,6 +39,7 @@ name = "clip"
 seeds = [%s]
 gallery = 20
 exact = false
+explain = false
 """
 
 
@@ -55,6 +55,10 @@ def prepare() -> Callable[[Any, Any], dict[str, Any]]:
         progress(1, 1, 0.5)
         if what == "die always" or (what == "die once" and tries == 0):
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "crash":
+            raise ZeroDivisionError("by hand")
+        if what == "leave":
+            sys.exit(0)
         if what == "refuse":
             raise InputError("not like this")
         return {"what": what, "tries": tries + 1, "pid": os.getpid()}
@@ -68,27 +72,31 @@ def played(cases: list[tuple[str, str]], jobs: int, **options: Any) -> dict[str,
         "on_start": lambda case: None,
         "on_progress": lambda case, done, total, objective: None,
     } | options
-    return {case[0]: trial for case, trial in in_processes(prepare, cases, jobs, **hooks)}
+    workers: Workers[tuple[str, str]] = Workers(prepare, jobs)
+    try:
+        return {case[0]: trial for case, trial in workers.run(cases, **hooks)}
+    finally:
+        workers.close()
 
 
-def test_cases_are_shared_out(tmp_path: Path) -> None:
-    cases = [(f"work {i}", str(tmp_path)) for i in range(6)]
+def test_cases_are_shared_out_and_a_killed_worker_is_replaced(tmp_path: Path) -> None:
+    """What may not start is skipped; the case of a worker that died is tried once more."""
+    names = ["not this", "die once", "work 0", "die always", "work 1", "work 2", "work 3"]
     told = []
-    got = played(cases, 2, on_progress=lambda case, *step: told.append(case))
-    assert set(got) == {case[0] for case in cases}
-    assert {trial["tries"] for trial in got.values()} == {1}
-    assert os.getpid() not in {trial["pid"] for trial in got.values()}
-    assert set(told) <= set(cases)
-    assert told
-
-
-def test_a_killed_worker_is_replaced_and_its_case_tried_once_more(tmp_path: Path) -> None:
-    names = ("die once", "die always", "work")
-    got = played([(name, str(tmp_path)) for name in names], 2)
+    got = played(
+        [(name, str(tmp_path)) for name in names],
+        2,
+        on_progress=lambda case, *step: told.append(case[0]),
+        may_start=lambda case: case[0] != "not this",
+    )
+    assert set(got) == set(names[1:])
+    assert {got[name]["tries"] for name in names if name.startswith("work")} == {1}
     assert got["die once"]["tries"] == 2
     assert got["die always"] is None
     assert len(list((tmp_path / "die-always").iterdir())) == 2
-    assert got["work"]["tries"] == 1
+    assert os.getpid() not in {trial["pid"] for trial in got.values() if trial}
+    assert {"work 0", "work 1"} & set(told)
+    assert "not this" not in told
 
 
 def test_an_error_of_the_user_ends_the_audit(tmp_path: Path) -> None:
@@ -96,9 +104,57 @@ def test_an_error_of_the_user_ends_the_audit(tmp_path: Path) -> None:
         played([("refuse", str(tmp_path))], 2)
 
 
+def test_an_error_that_nobody_expected_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: by hand in a worker"):
+        played([("crash", str(tmp_path))], 2)
+    assert len(list((tmp_path / "crash").iterdir())) == 1
+
+
+def test_code_that_leaves_a_worker_is_an_error_of_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"ended the program with sys.exit\(0\)"):
+        played([("leave", str(tmp_path)), ("work", str(tmp_path))], 2)
+
+
 def test_what_may_not_start_is_skipped(tmp_path: Path) -> None:
     cases = [("work 1", str(tmp_path)), ("work 2", str(tmp_path))]
     assert set(played(cases, 2, may_start=lambda case: case[0] == "work 2")) == {"work 2"}
+
+
+def test_workers_stay_for_more_cases(tmp_path: Path) -> None:
+    workers: Workers[tuple[str, str]] = Workers(prepare, 2)
+    hooks: dict[str, Any] = {
+        "may_start": lambda case: True,
+        "on_start": lambda case: None,
+        "on_progress": lambda *step: None,
+    }
+    try:
+        pids = [
+            {trial["pid"] for _, trial in workers.run([(name, str(tmp_path))], **hooks) if trial}
+            for name in ("work 1", "work 2")
+        ]
+    finally:
+        workers.close()
+    assert pids[0] == pids[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        ("b", {"a"}, "b1"),  # the round it has played
+        (None, {"a"}, "b1"),  # one that nobody is at
+        (None, {"a", "b"}, "-1"),  # one that costs nothing
+        ("c", {"a", "b"}, "-1"),
+        (None, set(), "a1"),  # the first
+    ],
+)
+def test_cases_of_one_round_go_to_the_worker_that_played_it(
+    own: object, others: set[object], chosen: str
+) -> None:
+    def key(case: str) -> object:
+        return None if case[0] == "-" else case[0]
+
+    assert next_of(["a1", "a2", "b1", "-1", "b2"], key, own, others) == chosen
+    assert next_of(["a1", "a2"], key, own, {"a"}) == "a1"  # rather that than none
 
 
 def without_times(value: Any) -> Any:
@@ -125,36 +181,32 @@ def finished(out: Path) -> int:
     return len(list((out / "trials").glob("*.json")))
 
 
-def test_twenty_kills_lose_nothing(tmp_path: Path) -> None:
+def test_five_kills_lose_nothing(tmp_path: Path) -> None:
+    """The whole program is killed, with and without processes of its own, and then goes on."""
     plan = tmp_path / "plan.toml"
-    plan.write_text(PLAN % ", ".join(map(str, range(60))))
-    command = [sys.executable, "-m", "leakgauge.cli", "audit", str(plan), "--jobs", "2", "--resume"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*command, "--out", str(out)],
-            env=environment,
+    plan.write_text(PLAN % ", ".join(map(str, range(12))))
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "leakgauge.cli", "audit", str(plan), "--out", str(killed)]
+    chance = random.Random(0)
+    for jobs in KILLED:
+        before = finished(killed)
+        process = subprocess.Popen(
+            [*command, "--jobs", str(jobs), "--resume"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert start(whole).wait() in (0, 1, 4)
-    chance = random.Random(0)
-    for _ in range(KILLS):
-        before = finished(killed)
-        process = start(killed)
         while process.poll() is None and finished(killed) == before:
-            time.sleep(0.02)
-        time.sleep(chance.uniform(0, 0.3))  # somewhere within a trial, or between two
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.1))  # somewhere within a trial, or between two
         assert process.poll() is None, "there was nothing left to kill"
         process.kill()
         process.wait()
     assert not (killed / "result.json").exists()
-    assert start(killed).wait() in (0, 1, 4)
-    results = [json.loads((out / "result.json").read_text()) for out in (whole, killed)]
-    one, two = map(without_times, results)
-    assert one == two
+    whole = [
+        without_times(run(read(plan), Store(out), resume=True))
+        for out in (tmp_path / "never killed", killed)
+    ]
+    assert whole[0] == whole[1]
     left = [path for path in killed.rglob(".*") if path.is_file()]
-    assert len(left) <= KILLS * 2  # what a kill interrupted is hidden, and nobody reads it
+    assert len(left) <= len(KILLED) * 2  # what a kill interrupted is hidden, and nobody reads it

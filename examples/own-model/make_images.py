@@ -1,4 +1,4 @@
-"""Makes the folder `images/` beside this file: one sub-folder a class, PNG files in it.
+"""Makes the folder `images/` beside this file: one sub-folder per class, PNG files in it.
 
 The pictures are crops of the photographs inside the installed scikit-image, so nothing is
 downloaded. With records of your own, skip this file and point `data.folder` of the plan at them.

@@ -1,4 +1,4 @@
-"""Attacks by what they see: one file a paper. Names with a leading underscore are shared parts."""
+"""Attacks by what they see: one file per paper. Names with an underscore are shared parts."""
 
 from leakgauge.attacks._labels import RULES as LABEL_RULES
 from leakgauge.attacks.active import ACTIVE_ATTACKS

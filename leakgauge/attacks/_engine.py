@@ -5,44 +5,52 @@ would have sent. With v = ∂D/∂g' held fixed,
 
     dD/dx = ∇_x ⟨v, ∇_w L(x, w)⟩.
 
-Three ways to compute it for one step of SGD:
+Three ways to compute it:
 
 - `exact`: double backward with v as the outer gradient. The reference.
 - `fast`: (∇_x L(x, w + εv) − ∇_x L(x, w)) / ε with ε = c‖w‖/‖v‖. The second term falls out of the
   backward pass that gives g', so a step costs one and a half ordinary backward passes. ReLUs and
   max-pools keep the choices of the first pass (see _gate.py), else the difference is useless.
-- `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: dearer, more accurate.
+- `central`: (∇_x L(x, w + εv) − ∇_x L(x, w − εv)) / 2ε, also gated: slower, more accurate.
 
-`auto` compares itself with `exact` in float64 at the first step and now and then, and takes the
-cheapest rung of a ladder of modes and strides that agrees; when none does it is `exact`; and where
-float32 itself is too coarse it goes on in float64. Notes say so.
+Several local steps, and Adam, are unrolled. Forward keeps the state of each step; backward goes
+through one step at a time, with the adjoint a of its gradient in place of v. `exact` recomputes the
+step with a graph, so memory grows by a copy of the state per step, not by a graph. `fast`
+and `central` take ∇_x ⟨a, ∇_w L⟩ and ∇_w ⟨a, ∇_w L⟩ from one difference of both gradients at
+w ± εa; the optimiser's own arithmetic is differentiated exactly. They keep each step's gradient and
+gates too.
 
-Several local steps are unrolled exactly: forward keeps the state of each step, backward recomputes
-one step at a time, so memory grows by one copy of the state a step, not by one graph a step.
+`auto` begins with the cheapest rung of a ladder of modes and strides, and compares it with `exact`
+at the first derivative of an attack and now and then. It takes the first rung that agrees; when
+none does it is `exact`. On a sample of the records it also compares float32 with float64, and where
+float32 itself is too coarse it goes on in float64. Notes say so. What was found out is kept in a
+`Trust`, which the searches of one attack on one update share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.attacks._gate import Gate
 from leakgauge.attacks._objectives import Distance, dot
-from leakgauge.errors import InputError
+from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import State, advance, logits, loss, minibatches, ready, start
 from leakgauge.types import LocalTraining, Observation
 
 Mode: TypeAlias = Literal["auto", "fast", "central", "exact"]
 
 TOLERANCE = 4e-3  # relative error of the derivative above which `auto` goes down its ladder
-RECHECK = 250  # derivatives between two self-checks
+RECHECK = 250  # derivatives of an attack between two self-checks
 
-# c in ε = c‖w‖/‖v‖, from cheap to dear. Rounding wants a long stride, curvature a short one, and
+# c in ε = c‖w‖/‖v‖, from cheap to costly. Rounding wants a long stride, curvature a short one, and
 # batch norm in train mode is much more curved than in eval mode. Very deep and thin networks with
 # hardly any curvature (MobileNetV2, eval mode) want the longest of all.
 LADDER: dict[torch.dtype, tuple[tuple[Literal["fast", "central"], float], ...]] = {
@@ -68,11 +76,27 @@ class Slope:
     labels: Tensor | None
 
 
+@dataclass
+class Trust:
+    """What an attack has found out about its derivative on one update. Its searches share it, so
+    that a later one neither checks again what an earlier one has checked nor starts on a rung that
+    was left."""
+
+    rungs: dict[torch.dtype, tuple[Mode, float]] = field(default_factory=dict)
+    coarse: bool = False  # float32 is too coarse for this network
+    derivatives: int = 0
+    checks: int = 0
+
+    def due(self, dtype: torch.dtype) -> bool:
+        return dtype not in self.rungs or self.derivatives % RECHECK == 0
+
+
 class Engine:
     """Replays the observed client's training on candidates, and differentiates the replay.
 
     With `errors` (N, C) the candidates' ∂L/∂logits is taken from there instead of from their
-    softmax and labels: the loss is ⟨errors, logits⟩. For one step of SGD.
+    softmax and labels: the loss is ⟨errors, logits⟩. For one step of SGD. Engines of one attack on
+    one update share a `trust`.
     """
 
     def __init__(
@@ -85,6 +109,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         mode: Mode = "auto",
         errors: Tensor | None = None,
+        trust: Trust | None = None,
     ):
         if dtype not in LADDER:
             raise InputError(
@@ -105,26 +130,40 @@ class Engine:
         self.target = [seen.update[n].to(self.device, dtype) * unit for n in self._names]
         self._unit = unit
         self._errors = None if errors is None else errors.to(self.device, dtype)
-        self._gate = Gate()
+        self._gates = [Gate() for _ in self._steps]
         self._single = len(self._steps) == 1 and training.optimiser == "sgd"
-        self._auto = mode == "auto" and self._single
-        if mode == "auto":
-            mode = "fast" if self._single else "exact"
-        if mode != "exact" and not self._single:
-            raise InputError(
-                f"derivative mode {mode!r} is for one step of SGD; this client takes "
-                f"{len(self._steps)} steps of {training.optimiser}: use 'exact' or 'auto'"
-            )
         if errors is not None and not self._single:
             raise InputError(
                 f"errors are those of one step of SGD; this client takes {len(self._steps)} steps "
                 f"of {training.optimiser}: leave them out"
             )
+        self._auto = mode == "auto"
+        self._trust = trust or Trust()
         self._mode: Mode = mode
         self._stride = next((c for m, c in LADDER[dtype] if m == mode), 0.0)
+        if self._auto:
+            self._mode, self._stride = self._trust.rungs.get(dtype, LADDER[dtype][0])
         self.notes: list[str] = []
-        self._calls = 0
-        self._finer: Engine | None = None  # takes over where float32 is too coarse
+        # Takes over where float32 is too coarse.
+        self._finer: Engine | None = None
+        if self._auto and self._trust.coarse and dtype == torch.float32:
+            self._finer = self._in_double()
+        if dtype == torch.float64:
+            self._try_double(seen)
+
+    def _try_double(self, seen: Observation) -> None:
+        """Refuse a model that cannot be run in float64."""
+        values = dict(zip(self._names, self._weights, strict=True)) | self._buffers
+        blank = torch.zeros(len(self._steps[0]), *seen.shape, dtype=self.dtype, device=self.device)
+        try:
+            with torch.no_grad():
+                logits(self._model, values, blank, self.training)
+        except RuntimeError as error:
+            raise NotApplicable(
+                "gradients are matched or checked in float64, in which this model's forward fails "
+                f"({error}): let it take its precision from its input, as in .to(x.dtype) instead "
+                "of .float()"
+            ) from error
 
     @property
     def mode(self) -> str:
@@ -134,7 +173,7 @@ class Engine:
     def gradient(self, inputs: Tensor, labels: Tensor) -> list[Tensor]:
         """The update a client with these records would send, in units of a gradient."""
         if self._single:
-            weights = self._leaves()
+            weights = _leaves(self._weights)
             objective = self._loss(weights, inputs, labels)
             return self._decayed(_apart(_grad(objective, weights)))
         state = self._unroll(inputs, labels)[-1]
@@ -143,86 +182,126 @@ class Engine:
     def slope(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
         """D and its derivative at the candidates. Labels are classes (N,) or probabilities (N, C);
         only the latter have a derivative."""
-        if not self._single:
-            return self._unrolled(inputs, labels, distance)
-        if self._auto and self._calls % RECHECK == 0:
-            self._check(inputs, labels, distance)
-        self._calls += 1
+        found = None
+        if self._auto and self._finer is None and self._trust.due(self.dtype):
+            found = self._check(inputs, labels, distance)
         if self._finer is not None:
             return _cast(self._finer.slope(*_doubled(inputs, labels), distance), self.dtype)
-        if self._mode == "exact":
-            return self._exact(inputs, labels, distance)
-        return self._difference(inputs, labels, distance, *self._rung())
+        self._trust.derivatives += 1
+        return found or self._by(self._mode, self._stride, inputs, labels, distance)
 
-    def _check(self, inputs: Tensor, labels: Tensor, distance: Distance) -> None:
-        """Stay on the present rung if it agrees with exact float64, else take the first that does,
-        else `exact`. Where float32 itself is too coarse, float64 takes over; else it is let go."""
-        finer = self._in_double()
-        with self._gate.record():
-            held = _held(distance(self.gradient(inputs, labels), self.target)[1])
-        with self._gate.replay():
-            reference = finer._exact(*_doubled(inputs, labels), held).inputs
-        note = ""
+    def _by(
+        self, mode: Mode, stride: float, inputs: Tensor, labels: Tensor, distance: Distance
+    ) -> Slope:
+        """D and its derivative by this rung."""
+        if mode == "exact":
+            return self._exact(inputs, labels, distance)
+        difference = self._difference if self._single else self._unrolled_difference
+        return difference(inputs, labels, distance, mode == "central", stride)
+
+    def _exact(
+        self, inputs: Tensor, labels: Tensor, distance: Distance, replay: bool = False
+    ) -> Slope:
+        """By double backward; with the gates as last recorded if `replay`."""
+        way = self._double_backward if self._single else self._unrolled
+        return way(inputs, labels, distance, replay)
+
+    def _check(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+        """Stay on the present rung if it agrees with `exact`, else take the first that does, else
+        `exact`. Where float32 itself is too coarse, float64 takes over. D and its derivative."""
+        trust, note = self._trust, ""
+        v: list[Tensor] = []
+        slope = self._by(self._mode, self._stride, inputs, labels, _noting(distance, v))
+        exact, held = slope, _held(v)
         if self._mode != "exact":
-            errors = []
-            for mode, stride in (self._rung(), *LADDER[self.dtype]):
-                guess = self._difference(inputs, labels, held, mode, stride)
-                errors.append(relative_error(guess.inputs, reference))
-                if errors[-1] <= TOLERANCE:
-                    self._mode, self._stride = mode, stride
-                    break
-            else:
-                self._mode = "exact"
+            exact = replace(self._exact(inputs, labels, held, replay=True), value=slope.value)
+            errors = [relative_error(slope.inputs, exact.inputs)]
+            rungs = [rung for rung in LADDER[self.dtype] if rung != (self._mode, self._stride)]
+            while rungs and not errors[-1] <= TOLERANCE:  # NaN agrees with nothing
+                self._mode, self._stride = rungs.pop(0)
+                guess = self._by(self._mode, self._stride, inputs, labels, held)
+                slope = replace(guess, value=slope.value)
+                errors.append(relative_error(slope.inputs, exact.inputs))
+            if not errors[-1] <= TOLERANCE:
+                self._mode, self._stride, slope = "exact", 0.0, exact
                 note = (
                     f"the finite-difference derivative was off by {min(errors):.1e} at best "
-                    f"(iteration {self._calls}): the exact one is used from there on"
+                    f"(iteration {trust.derivatives}): the exact one is used from there on"
                 )
-        # Where a ReLU is on in one precision and off in the other, the two disagree without either
-        # being wrong. One such place is chance; two are a network that float32 is too coarse for.
-        off = self._coarseness(finer, inputs, labels, distance)
-        if (
-            off > TOLERANCE
-            and self._coarseness(finer, inputs.roll(1, -1), labels, distance) > TOLERANCE
-        ):
-            self._auto, self._finer = False, finer
+        off = self._coarseness(inputs, labels, held, exact) if self.dtype == torch.float32 else 0.0
+        if off > TOLERANCE:
+            trust.coarse, self._finer = True, self._in_double()
             note = (
                 f"the derivative was off by {off:.1e} in float32, even the exact one (iteration "
-                f"{self._calls}): float64 is used from there on"
+                f"{trust.derivatives}): float64 is used from there on"
             )
-        elif finer is self and self._mode == "exact":
-            self._auto = False  # in float64 nothing is left to fall back to
+        elif self.dtype == torch.float64 and self._mode == "exact":
+            self._auto = False  # nothing is left to fall back to
         if note:
             self.notes.append(note)
+        trust.rungs[self.dtype] = self._mode, self._stride
+        trust.checks += 1
+        return slope
 
-    def _coarseness(
-        self, finer: Engine, inputs: Tensor, labels: Tensor, distance: Distance
-    ) -> float:
-        """How far float32's exact derivative is from float64's, for the same slope v."""
-        held = _held(distance(self.gradient(inputs, labels), self.target)[1])
-        ours = self._exact(inputs, labels, held).inputs
-        return relative_error(ours, finer._exact(*_doubled(inputs, labels), held).inputs)
+    def _coarseness(self, inputs: Tensor, labels: Tensor, held: Distance, exact: Slope) -> float:
+        """How far float32's exact derivative is from float64's in one step on a sample, another at
+        every check: one record, or two where batch norm ties records together.
+
+        Where a ReLU is on in one precision and off in the other, the two disagree without either
+        being wrong. One such place is chance; two are a network that float32 is too coarse for. So
+        it is the smaller error of two places, the other one shifted by a pixel.
+        """
+        tied = any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
+        count = min(2 if tied else 1, len(inputs))
+        chosen = (self._trust.checks * count + torch.arange(count)) % len(inputs)
+        chosen = chosen.to(inputs.device)
+        once = LocalTraining(
+            batch_size=count,
+            batch_norm=self.training.batch_norm,
+            dropout=self.training.dropout,
+            dropout_seed=self.training.dropout_seed,
+            mean=self.training.mean,
+            std=self.training.std,
+        )
+        errors = None if self._errors is None else self._errors[chosen]
+
+        def sampled(dtype: torch.dtype, mode: Mode) -> Engine:
+            return Engine(
+                self._seen, once, count,
+                device=str(self.device), dtype=dtype, mode=mode, errors=errors,
+            )  # fmt: skip
+
+        double = sampled(torch.float64, "fast")
+        offs: list[float] = []
+        for x in (inputs[chosen], inputs[chosen].roll(1, -1)):
+            if self._single and count == len(inputs) and not offs:
+                rough = exact.inputs
+            else:
+                rough = sampled(torch.float32, "exact").slope(x, labels[chosen], held).inputs
+            wide = _doubled(x, labels[chosen])
+            offs.append(relative_error(rough, double.slope(*wide, held).inputs))
+            if offs[-1] <= TOLERANCE:  # it has checked float64's difference, too
+                if self._single:
+                    self._trust.rungs.setdefault(torch.float64, LADDER[torch.float64][0])
+                break
+            offs[-1] = relative_error(rough, double._exact(*wide, held).inputs)
+            if offs[-1] <= TOLERANCE:
+                break
+        return min(offs)
 
     def _in_double(self) -> Engine:
-        """This engine in float64, at the same iteration, writing to the same notes."""
-        if self.dtype == torch.float64:
-            return self
-        device = str(self.device)
+        """This engine in float64, writing to the same notes."""
         finer = Engine(
             self._seen,
             self.training,
             self._records,
-            device=device,
+            device=str(self.device),
             dtype=torch.float64,
             errors=self._errors,
+            trust=self._trust,
         )
-        finer.notes, finer._calls = self.notes, self._calls
+        finer.notes = self.notes
         return finer
-
-    def _rung(self) -> tuple[Literal["fast", "central"], float]:
-        return ("central" if self._mode == "central" else "fast"), self._stride
-
-    def _leaves(self) -> list[Tensor]:
-        return [w.detach().requires_grad_() for w in self._weights]
 
     def _loss(
         self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, step: int = 0
@@ -238,95 +317,179 @@ class Engine:
         decay = self.training.weight_decay
         return list(torch._foreach_add(list(gradient), self._weights, alpha=decay))
 
-    def _exact(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
+    def _double_backward(
+        self, inputs: Tensor, labels: Tensor, distance: Distance, replay: bool
+    ) -> Slope:
         free = _free(inputs, labels)
-        weights = self._leaves()
+        weights = _leaves(self._weights)
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
-            objective = self._loss(weights, *_filled(free, labels))
+            with self._gates[0].replay() if replay else nullcontext():
+                objective = self._loss(weights, *_filled(free, labels))
             gradient = _grad(objective, weights, create_graph=True)
             guess = self._decayed([g.detach().clone() for g in gradient])
             value, v = distance(guess, self.target)
-            moving = [(g, d) for g, d in zip(gradient, v, strict=True) if g.requires_grad]
-            outputs, seeds = zip(*moving, strict=True)
-            return _slope(value, torch.autograd.grad(outputs, free, seeds))
+            return _slope(value, _pulled(gradient, free, v))
 
     def _difference(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        distance: Distance,
-        mode: Literal["fast", "central"],
-        stride: float,
+        self, inputs: Tensor, labels: Tensor, distance: Distance, central: bool, stride: float
     ) -> Slope:
         free = _free(inputs, labels)
-        weights = self._leaves()
-        with self._gate.record():
+        weights = _leaves(self._weights)
+        with self._gates[0].record():
             objective = self._loss(weights, *_filled(free, labels))
         # ∇_x at w is the subtrahend of the one-sided difference; central does not need it.
-        wanted = [*weights, *free] if mode == "fast" else weights
-        gradient = _apart(_grad(objective, wanted))
+        gradient = _apart(_grad(objective, weights if central else [*weights, *free]))
         del objective
         guess, here = gradient[: len(weights)], gradient[len(weights) :]
         del gradient
         value, v = distance(self._decayed(guess), self.target)
         del guess
-        stride *= self._size / max(float(dot(v, v).sqrt()), 1e-30)
-        if mode == "central":
+        span = stride = self._stretched(stride, v)
+        if central:
             here = self._at(torch._foreach_sub(self._weights, v, alpha=stride), free, labels)
             span = 2 * stride
-        else:
-            span = stride
         for w, d in zip(self._weights, v, strict=True):
             torch.add(w, d, alpha=stride, out=d)  # in place of v: no copy of the model, one pass
         there = self._at(v, free, labels)
         return _slope(value, [(b - a) / span for a, b in zip(here, there, strict=True)])
 
-    def _at(
-        self, weights: Sequence[Tensor], free: Sequence[Tensor], labels: Tensor
-    ) -> list[Tensor]:
-        """∇ of the loss by the free tensors at other weights, with the gates as recorded."""
-        with self._gate.replay():
-            objective = self._loss(weights, *_filled(free, labels))
-        return list(torch.autograd.grad(objective, free))
+    def _stretched(self, stride: float, v: Sequence[Tensor]) -> float:
+        """ε = c‖w‖/‖v‖."""
+        return stride * self._size / max(float(dot(v, v).sqrt()), 1e-30)
 
-    def _unroll(self, inputs: Tensor, labels: Tensor) -> list[State]:
+    def _at(
+        self, weights: Sequence[Tensor], free: Sequence[Tensor], labels: Tensor, step: int = 0
+    ) -> list[Tensor]:
+        """∇ of a local step's loss at other weights, with its gates as recorded: by the weights, if
+        they require it, and by the free tensors."""
+        with self._gates[step].replay():
+            objective = self._loss(weights, *self._batch(step, *_filled(free, labels)), step)
+        found = _pulled((objective,), [*free, *(w for w in weights if w.requires_grad)])
+        return [*found[len(free) :], *found[: len(free)]]
+
+    def _unroll(self, inputs: Tensor, labels: Tensor, replay: bool = False) -> list[State]:
         """The states before each local step and after the last."""
         inputs, labels = inputs.detach(), labels.detach()
         states = [start(self._weights, self.training)]
         for t in range(len(self._steps)):
-            states.append(self._step(states[-1], t, inputs, labels))
+            with self._gates[t].replay() if replay else nullcontext():
+                states.append(self._step(states[-1], t, inputs, labels))
         return states
 
     def _step(self, state: State, t: int, inputs: Tensor, labels: Tensor) -> State:
         """Local step t, as a differentiable function of the candidates and the state when they
         require a derivative, else without a graph."""
         create = inputs.requires_grad
-        weights = state.weights if create else [w.detach().requires_grad_() for w in state.weights]
-        chosen = self._steps[t].to(inputs.device)
-        objective = self._loss(weights, inputs[chosen], labels[chosen], t)
+        weights = state.weights if create else _leaves(state.weights)
+        objective = self._loss(weights, *self._batch(t, inputs, labels), t)
         gradient = _grad(objective, weights, create_graph=create)
         return advance(state, gradient, self.training)
 
-    def _unrolled(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
-        *states, last = self._unroll(inputs, labels)
-        guess = [u * self._unit for u in last.moved]
-        value, v = distance(guess, self.target)
-        free = _free(inputs, labels)
-        # Adjoint of the final state: only the accumulated update enters D.
+    def _batch(self, step: int, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The candidates of a local step."""
+        if self._single:
+            return inputs, labels
+        chosen = self._steps[step].to(inputs.device)
+        return inputs[chosen], labels[chosen]
+
+    def _compared(self, last: State, distance: Distance) -> tuple[Tensor, list[Tensor]]:
+        """D at the end of the local training, and its derivative by that state's tensors: only the
+        accumulated update enters D."""
+        value, v = distance([u * self._unit for u in last.moved], self.target)
         zeros = [torch.zeros_like(t) for t in last.tensors()]
         n = len(self._weights)
-        adjoint = zeros[:n] + [d * self._unit for d in v] + zeros[2 * n :]
+        return value, zeros[:n] + [d * self._unit for d in v] + zeros[2 * n :]
+
+    def _unrolled(self, inputs: Tensor, labels: Tensor, distance: Distance, replay: bool) -> Slope:
+        *states, last = self._unroll(inputs, labels, replay)
+        value, adjoint = self._compared(last, distance)
+        free = _free(inputs, labels)
         total = [torch.zeros_like(f) for f in free]
         for t, state in reversed(list(enumerate(states))):
-            leaves = [s.detach().requires_grad_() for s in state.tensors()]
+            leaves = _leaves(state.tensors())
             with sdpa_kernel(SDPBackend.MATH):
-                after = self._step(state.with_tensors(leaves), t, *_filled(free, labels))
-                pulled = torch.autograd.grad(
-                    after.tensors(), [*leaves, *free], adjoint, materialize_grads=True
-                )
-            adjoint = list(pulled[: len(leaves)])
-            total = [a + b for a, b in zip(total, pulled[len(leaves) :], strict=True)]
+                with self._gates[t].replay() if replay else nullcontext():
+                    after = self._step(state.with_tensors(leaves), t, *_filled(free, labels))
+                pulled = _pulled(after.tensors(), [*free, *leaves], adjoint)
+            adjoint = pulled[len(free) :]
+            total = [a + b for a, b in zip(total, pulled[: len(free)], strict=True)]
         return _slope(value, total)
+
+    def _before(
+        self, state: State, gradient: Sequence[Tensor], adjoint: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The adjoint of the state before a step of the optimiser and that of its gradient, from
+        the adjoint of the state after it."""
+        n, how = len(gradient), self.training
+        if how.optimiser == "sgd":  # d = g + λw,  m ← μm + d,  w ← w − lr·m,  moved ← moved + lr·m
+            kept = list(adjoint)
+            a = list(torch._foreach_sub(kept[n : 2 * n], kept[:n]))
+            torch._foreach_mul_(a, how.lr)
+            if state.slots:
+                torch._foreach_add_(a, kept[2 * n :])
+                kept[2 * n :] = torch._foreach_mul(a, how.momentum)
+            if how.weight_decay:
+                kept[:n] = torch._foreach_add(kept[:n], a, alpha=how.weight_decay)
+            return kept, a
+        leaves, wanted = _leaves(state.tensors()), _leaves(gradient)
+        after = advance(state.with_tensors(leaves), wanted, how)
+        pulled = torch.autograd.grad(
+            after.tensors(), [*leaves, *wanted], adjoint, materialize_grads=True
+        )
+        return list(pulled[:-n]), list(pulled[-n:])
+
+    def _unrolled_difference(
+        self, inputs: Tensor, labels: Tensor, distance: Distance, central: bool, stride: float
+    ) -> Slope:
+        free, n = _free(inputs, labels), len(self._weights)
+        state = start(self._weights, self.training)
+        walked = []  # of each step: the state before it, and ∇L there by weights and candidates
+        for t, gate in enumerate(self._gates):
+            weights = _leaves(state.weights)
+            with gate.record():
+                objective = self._loss(weights, *self._batch(t, *_filled(free, labels)), t)
+            here = _grad(objective, weights if central else [*weights, *free])
+            del objective
+            walked.append((state, here))
+            state = advance(state, here[:n], self.training)
+        value, adjoint = self._compared(state, distance)
+        del state
+        total = [torch.zeros_like(f) for f in free]
+        for t in reversed(range(len(walked))):
+            state, here = walked.pop()
+            # Through the optimiser exactly, through the gradient by a difference along its adjoint.
+            adjoint, a = self._before(state, here[:n], adjoint)
+            span = step = self._stretched(stride, a)
+            # What lies before the first step needs no derivative.
+            side = _leaves if t else list
+            if central:
+                back = side(torch._foreach_sub(state.weights, a, alpha=step))
+                here, span = tuple(self._at(back, free, labels, t)), 2 * step
+            elif t == 0:
+                here = here[n:]
+            there = self._at(
+                side(torch._foreach_add(state.weights, a, alpha=step)), free, labels, t
+            )
+            torch._foreach_sub_(there, here)
+            if t:
+                adjoint[:n] = torch._foreach_add(adjoint[:n], there[:n], alpha=1 / span)
+            torch._foreach_add_(total, there[-len(free) :], alpha=1 / span)
+        return _slope(value, total)
+
+
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+def _noting(distance: Distance, kept: list[Tensor]) -> Distance:
+    """The distance; its slope is copied to `kept`."""
+
+    def noted(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        value, v = distance(guess, target)
+        kept[:] = [d.clone() for d in v]
+        return value, v
+
+    return noted
 
 
 def _held(v: list[Tensor]) -> Distance:
@@ -351,6 +514,28 @@ def _grad(
 ) -> tuple[Tensor, ...]:
     """The gradient, zero where the loss does not use a parameter (as in `fl.local.train`)."""
     return torch.autograd.grad(objective, wanted, create_graph=create_graph, materialize_grads=True)
+
+
+def _pulled(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The derivative by all that is wanted, the candidates first; zero by what plays no part."""
+    moving = [i for i, output in enumerate(outputs) if output.requires_grad]
+    found: Sequence[Tensor | None] = (None,)
+    if moving:
+        found = torch.autograd.grad(
+            [outputs[i] for i in moving],
+            wanted,
+            [seeds[i] for i in moving] if seeds else None,
+            allow_unused=True,
+        )
+    if found[0] is None:
+        raise NotApplicable(
+            "gradients are matched by their derivative by the image, and here they have none: the "
+            "model's forward cuts it off (detach() or no_grad()). An attacker would leave that "
+            "out: to audit the model, freeze layers by requires_grad_(False) instead"
+        )
+    return [torch.zeros_like(w) if f is None else f for f, w in zip(found, wanted, strict=True)]
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:

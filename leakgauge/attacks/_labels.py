@@ -11,8 +11,10 @@ For cross-entropy over n records with features h_i and softmax p_i the last laye
 | `fedleak` | Fan et al., FedLeak, 2025, §5                | any batch                         |
 | `counts`  | after Ma et al., iLRG, 2023                  | any batch, any number of steps    |
 
-`counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). Each term is a Gaussian
-belief whose spread comes from smooth random images that stand in for the unseen records:
+`counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). As p̄_c is not negative, each
+is at least −n∂b_c, rounded up: where these add up to n, as for one record always, they are the
+counts, and no network has to be run. Elsewhere each term is a Gaussian belief whose spread comes
+from smooth random images that stand in for the unseen records:
 
 - p̄, the mean softmax of the records. Labels hardly depend on features before training, so that
   ∂W ≈ cov(p, h) + ∂b·h̄ᵀ, which gives h̄; the stand-ins are moved there and their softmax is taken.
@@ -26,10 +28,16 @@ shows: their softmax varies wildly, or the roundings surprise the belief. Then p
 uniform, and the counts are drawn towards equal ones as far as the error of that guess outweighs the
 spread of honest counts. Over several local steps all means run along the way from the first to the
 last local model.
+
+The stand-ins are the same for every attack, and what the network makes of them is remembered for
+the last update: attacks on the same one share it. The key is the content of all that it follows
+from, so that it is never taken for another update, and an attack finds the same labels whether or
+not another one ran before it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -40,14 +48,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._layers import last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, ready
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
 
+TOLD = 1e-3  # rounding of n∂b in float32 that a whole number may miss
 STAND_INS = 256  # smooth random images that play the unseen records
+STAND_IN_SEED = 1  # every attack takes the same ones
 PROBES = 64  # of them, for the slopes of a bias
 GAP = 1.0  # how far records may be from the stand-ins on average, in deviations of the stand-ins
 TRUST = 0.05  # squared distance from whole counts that needs no explanation by the belief's spread
@@ -67,18 +77,27 @@ class Below:
 
 
 @dataclass(frozen=True)
-class Head:
-    """The last layer's part of the update, as a gradient, with its features on stand-ins."""
+class StandIns:
+    """What the network makes of the stand-ins, at each waypoint of the local training."""
 
-    weight_gradient: Tensor  # (C, F)
-    bias_gradient: Tensor | None  # (C,)
-    weights: tuple[Tensor, ...]  # (C, F), at each waypoint of the local training
+    weights: tuple[Tensor, ...]  # (C, F)
     biases: tuple[Tensor, ...]  # (C,)
     features: tuple[Tensor, ...]  # (STAND_INS, F)
     importance: Tensor  # of each waypoint in the update, sums to 1
+    below: Below | None = None  # where there is no bias
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last layer's part of the update, as a gradient: None where the update does not hold it
+    for this layer alone."""
+
+    weight_gradient: Tensor | None  # (C, F)
+    bias_gradient: Tensor | None  # (C,)
     records: int
     is_gradient: bool  # false where the optimiser rescaled it entry by entry
-    below: Below | None = None  # where there is no bias
+    even: bool  # every record counts as much as any other
+    stand_ins: Callable[[], StandIns]  # runs the network, unless it is remembered
 
 
 def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
@@ -89,7 +108,8 @@ def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
         return seen.labels
     if seen.training is None or seen.records is None:
         raise Withheld("label inference needs 'training' and 'records' in the observation")
-    counts = RULES[rule](_head(seen, seen.training, seen.records, rng))
+    counts = RULES[rule](_head(seen, seen.training, seen.records))
+    _skip_stand_ins(seen.shape, rng)
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -100,7 +120,10 @@ def knowledge(rule: LabelRule) -> frozenset[Knowledge]:
 
 
 def idlg(head: Head) -> Tensor:
-    """The one class whose gradient row points against the (non-negative) features."""
+    """The label of a single record: the class that was pushed up.
+
+    Its row of the gradient points against the (non-negative) features.
+    """
     if head.records != 1:
         raise NotApplicable(
             f"the iDLG rule reads the label of one record, this update covers {head.records}: "
@@ -108,13 +131,16 @@ def idlg(head: Head) -> Tensor:
         )
     strength = head.bias_gradient
     if strength is None:
-        strength = head.weight_gradient.sum(1)
+        strength = _rows(head, "idlg").sum(1)
     return _once(strength.argsort()[:1], len(strength))
 
 
 def yin(head: Head) -> Tensor:
-    """The classes with the most negative entry in their row."""
-    strength = head.weight_gradient.min(1).values
+    """Each class at most once: those that were pushed up most.
+
+    They have the most negative entry in their row.
+    """
+    strength = _rows(head, "yin").min(1).values
     if head.records > len(strength):
         raise NotApplicable(
             f"Yin's rule gives every class at most once, but the update covers {head.records} "
@@ -124,16 +150,19 @@ def yin(head: Head) -> Tensor:
 
 
 def fedleak(head: Head) -> Tensor:
-    """Smallest row sums; beyond one record a class, counts by the row sums below the maximum.
+    """Classes in order of their row sums.
+
+    The smallest first; beyond one record per class, counts by the row sums below the maximum.
 
     The printed formula subtracts "max W" element by element; we read it as the largest entry of
     the weight gradient.
     """
-    strength = head.weight_gradient.sum(1)
+    rows = _rows(head, "fedleak")
+    strength = rows.sum(1)
     order = strength.argsort()
     if head.records <= len(strength):
         return _once(order[: head.records], len(strength))
-    below = (head.weight_gradient - head.weight_gradient.max()).sum(1)
+    below = (rows - rows.max()).sum(1)
     counts = (head.records * below / below.sum()).floor().long()
     for i in range(head.records - int(counts.sum())):
         counts[order[i % len(order)]] += 1
@@ -141,18 +170,25 @@ def fedleak(head: Head) -> Tensor:
 
 
 def counts(head: Head) -> Tensor:
-    """n_c = n(p̄_c − ∂b_c), rounded to whole counts that sum to n."""
+    """How many records of each class, also with repeats.
+
+    n_c = n(p̄_c − ∂b_c), rounded to whole counts that sum to n.
+    """
     if not head.is_gradient:
         raise NotApplicable(
             "labels are counted from a sum of gradients, and an update by Adam is not one: use a "
             "rule by rank ('yin', 'fedleak'), or grant the labels"
         )
-    n, p = head.records, _softmax(head)
-    pull, spread = _pull(head, p)
+    told = _told(head)
+    if told is not None:
+        return told
+    n, crowd = head.records, head.stand_ins()
+    p = _softmax(crowd)
+    pull, spread = _pull(head, crowd, p)
     classes = len(pull)
     equal = n / classes
     honest = equal * (1 - 1 / classes)  # variance of a count when labels are uniform
-    mean, unsure = _mean_softmax(head, p, pull / n)
+    mean, unsure = _mean_softmax(head, crowd, p, pull / n)
     raw, covariance = n * mean - pull, spread + n**2 * unsure
     # Where the stand-ins leave much open, the spread of honest counts narrows it.
     narrow = torch.linalg.solve(covariance + honest * torch.eye(classes).double(), covariance).T
@@ -172,18 +208,39 @@ RULES: dict[str, Callable[[Head], Tensor]] = {
 }
 
 
+def _rows(head: Head, rule: str) -> Tensor:
+    """The rows of the last layer's weight gradient."""
+    if head.weight_gradient is None:
+        raise NotApplicable(
+            f"the rule {rule!r} reads the weight gradient of the last layer, and here that weight "
+            "is frozen or shared with other layers: use the rule 'counts'"
+        )
+    return head.weight_gradient
+
+
 def _once(chosen: Tensor, classes: int) -> Tensor:
     return torch.zeros(classes, dtype=torch.long).index_fill_(0, chosen, 1)
 
 
-def _softmax(head: Head, shift: Tensor | float = 0.0) -> Tensor:
+def _told(head: Head) -> Tensor | None:
+    """The counts, where the gradient of the bias leaves only one choice: each is at least −n∂b_c,
+    and they sum to n."""
+    if head.bias_gradient is None or not head.even:
+        return None
+    least = (-head.records * head.bias_gradient - TOLD).ceil().clamp_min(0).long()
+    return least if int(least.sum()) == head.records else None
+
+
+def _softmax(crowd: StandIns, shift: Tensor | float = 0.0) -> Tensor:
     """p of the stand-ins (STAND_INS, C), averaged along the local training, with their features
     moved by `shift`."""
-    way = zip(head.importance, head.features, head.weights, head.biases, strict=True)
+    way = zip(crowd.importance, crowd.features, crowd.weights, crowd.biases, strict=True)
     return torch.stack([a * ((f + shift) @ w.T + b).softmax(1) for a, f, w, b in way]).sum(0)
 
 
-def _mean_softmax(head: Head, p: Tensor, bias_gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_softmax(
+    head: Head, crowd: StandIns, p: Tensor, bias_gradient: Tensor
+) -> tuple[Tensor, Tensor]:
     """Mean and covariance of the belief about p̄ of the records.
 
     h̄ᵀ = ∂bᵀ(∂W − cov(p, h)) / ‖∂b‖² would be exact if every class had the same mean feature. It is
@@ -191,9 +248,11 @@ def _mean_softmax(head: Head, p: Tensor, bias_gradient: Tensor) -> tuple[Tensor,
     the covariance being the stand-ins'.
     """
     n = head.records
-    features = torch.einsum("w,wnf->nf", head.importance, torch.stack(head.features))
+    features = torch.einsum("w,wnf->nf", crowd.importance, torch.stack(crowd.features))
     centre, middle = features.mean(0), p.mean(0)
     own = _covariance(p)
+    if head.weight_gradient is None:
+        return middle, (GAP**2 + 1 / n) * own
     cross = (p - middle).T @ (features - centre) / len(p)
     size = max(float(bias_gradient @ bias_gradient), 1e-30)
     mean_feature = bias_gradient @ (head.weight_gradient - cross) / size
@@ -203,22 +262,22 @@ def _mean_softmax(head: Head, p: Tensor, bias_gradient: Tensor) -> tuple[Tensor,
         by_chance = bias_gradient.square() @ share - (bias_gradient @ share) ** 2
         error = float(by_chance / n + bias_gradient @ own @ bias_gradient) / size**2
         trust = prior / (prior + error)
-        middle = _softmax(head, trust * (mean_feature - centre)).mean(0)
+        middle = _softmax(crowd, trust * (mean_feature - centre)).mean(0)
         share = _shares(middle - bias_gradient)
     return middle, prior * (1 - trust) * own
 
 
-def _pull(head: Head, p: Tensor) -> tuple[Tensor, Tensor]:
+def _pull(head: Head, crowd: StandIns, p: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and covariance of the belief about n∂b = Σ_i (p_i − [y_i])."""
     n, (_, classes) = head.records, p.shape
     eye = torch.eye(classes, dtype=p.dtype)
     if head.bias_gradient is not None:
         return n * head.bias_gradient, 0 * eye
     middle, one = p.mean(0), torch.ones(classes, dtype=p.dtype)
-    features = torch.cat(head.features)
+    features = torch.cat(crowd.features)
     u = _constant_functional(features)
     # Both observations are Σ_i S_iᵀ(p_i − [y_i]) for slopes S that vary from record to record.
-    seen = n * head.weight_gradient @ u
+    seen = n * _rows(head, "counts") @ u
     varying = float((features @ u).var()) + 1e-6
     prior = n / classes * eye + n**2 * GAP**2 * _covariance(p)
     pull = seen
@@ -231,14 +290,14 @@ def _pull(head: Head, p: Tensor) -> tuple[Tensor, Tensor]:
         precision = torch.linalg.inv(prior)
         weighted = precision @ (n * middle - n / classes) + first @ seen
         precision = precision + first
-        if head.below is not None:
-            mean = head.below.slopes.mean(0)
-            apart = head.below.slopes - mean
+        if crowd.below is not None:
+            mean = crowd.below.slopes.mean(0)
+            apart = crowd.below.slopes - mean
             error = torch.einsum("ncf,cd,ndg->fg", apart, square, apart) / len(apart)
             ridge = 1e-3 * error.diagonal().mean() + 1e-12
             gain = torch.linalg.solve(error + ridge * torch.eye(len(error)).double(), mean.T).T
             precision = precision + gain @ mean.T
-            weighted = weighted + gain @ (n * head.below.gradient)
+            weighted = weighted + gain @ (n * crowd.below.gradient)
         covariance = torch.linalg.inv(precision)
         pull = covariance @ weighted
         # Its entries sum to zero.
@@ -301,57 +360,102 @@ def _rounded(raw: Tensor, total: int) -> Tensor:
     return whole
 
 
-def _head(seen: Observation, training: LocalTraining, records: int, rng: torch.Generator) -> Head:
+def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
     layer = last_linear(seen.model, seen.shape)
-    steps = len(minibatches(records, training))
-    places, pulls = _path(training, steps)
+    batches = minibatches(records, training)
+    places, pulls = _path(training, len(batches))
     unit = 1 / (training.lr * float(pulls.sum()))
-    some = torch.linspace(0, steps - 1, min(steps, WAYPOINTS)).round().long()
-    images = normalised(smooth_noise((STAND_INS, *seen.shape), rng), training)
-    model = ready(seen.model, training).float()
-    before = {n: p.detach() for n, p in model.named_parameters() if n in seen.update}
+    before = {n: p.detach() for n, p in seen.model.named_parameters() if n in seen.update}
     # What is left of the update without weight decay is a sum of gradients.
-    shrunk = decay(training, steps) if training.optimiser == "sgd" else 0.0
+    shrunk = decay(training, len(batches)) if training.optimiser == "sgd" else 0.0
 
     def gradient(name: str) -> Tensor:
-        return (seen.update[name] - shrunk * before[name]).double() * unit
+        return (seen.update[name] - shrunk * before[name].float()).double() * unit
 
-    importance = pulls[some] / pulls[some].sum()
-    weights, biases, features = [], [], []
-    lower, slopes = None, torch.zeros(())
-    for share, weight in zip(places[some].tolist(), importance.tolist(), strict=True):
-        values = {n: p - share * seen.update[n] for n, p in before.items()}
-        features.append(_features(model, values, images, layer.module))
-        weights.append(values[layer.weight].double())
-        zero = weights[-1].new_zeros(len(weights[-1]))
-        biases.append(values[layer.bias].double() if layer.bias else zero)
-        if layer.bias is None:
-            lower, here = _slopes(model, values, images[:PROBES], layer.module)
-            slopes = slopes + weight * here
+    def passed() -> StandIns:
+        some = torch.linspace(0, len(batches) - 1, min(len(batches), WAYPOINTS)).round().long()
+        own = torch.Generator().manual_seed(STAND_IN_SEED)
+        images = normalised(smooth_noise((STAND_INS, *seen.shape), own), training)
+        model = ready(seen.model, training).float()
+        floats = {n: p.float() for n, p in before.items()}
+        importance = pulls[some] / pulls[some].sum()
+        weights, biases, features = [], [], []
+        lower, slopes = None, torch.zeros(())
+        for share, weight in zip(places[some].tolist(), importance.tolist(), strict=True):
+            values = {n: p - share * seen.update[n] for n, p in floats.items()}
+            entered, its_weight, its_bias = _features(model, values, images, layer.module)
+            features.append(entered)
+            weights.append(its_weight)
+            biases.append(its_bias)
+            if layer.bias is None:
+                lower, here = _slopes(model, values, images[:PROBES], layer.module)
+                slopes = slopes + weight * here
+        below = Below(gradient(lower), slopes) if lower else None
+        return StandIns(tuple(weights), tuple(biases), tuple(features), importance, below)
+
     return Head(
-        gradient(layer.weight),
+        gradient(layer.weight) if layer.weight else None,
         gradient(layer.bias) if layer.bias else None,
-        tuple(weights),
-        tuple(biases),
-        tuple(features),
-        importance,
         records,
         training.optimiser == "sgd",
-        Below(gradient(lower), slopes) if lower else None,
+        _even(batches, pulls, records),
+        lambda: _remembered(_digest(seen, training, records), passed),
     )
 
 
-def _features(model: nn.Module, values: Named, inputs: Tensor, head: str) -> Tensor:
-    """What enters the head."""
+_LAST: dict[bytes, StandIns] = {}  # of the last update, by its digest
+
+
+def _remembered(key: bytes, passed: Callable[[], StandIns]) -> StandIns:
+    """What the network makes of the stand-ins, run only if the last update was another."""
+    if key not in _LAST:
+        found = passed()
+        _LAST.clear()
+        _LAST[key] = found
+    return _LAST[key]
+
+
+def _digest(seen: Observation, training: LocalTraining, records: int) -> bytes:
+    """Of all that the stand-ins' features and slopes follow from. The model's code is not in it,
+    but another code would hardly have led to the same update from the same weights."""
+    known = hashlib.blake2b(repr((seen.model, training, records, seen.shape)).encode())
+    held = (*seen.model.named_parameters(), *seen.model.named_buffers(), *seen.update.items())
+    for name, tensor in held:
+        known.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        known.update(flat.view(torch.uint8).numpy().tobytes())
+    return known.digest()
+
+
+def _even(batches: list[Tensor], pulls: Tensor, records: int) -> bool:
+    """Whether every record has the same share of the update: not if epochs are cut short or their
+    last batch is smaller, nor where momentum lets earlier batches count for more."""
+    share = torch.zeros(records, dtype=torch.float64)
+    for chosen, pull in zip(batches, pulls.tolist(), strict=True):
+        share[chosen] += pull / len(chosen)
+    return bool((share.max() - share.min()) < 1e-9 * share.max())
+
+
+def _features(
+    model: nn.Module, values: Named, inputs: Tensor, head: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What enters the head, and the weight and bias (zeros if it has none) that it runs with:
+    `values` need not hold them, or may hold them under another layer's name."""
     caught: list[Tensor] = []
-    handle = model.get_submodule(head).register_forward_hook(
-        lambda module, args, output: caught.append(args[0].detach())
-    )
+    held: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        caught.append(args[0].detach())
+        assert isinstance(module, nn.Linear)
+        bias = output.new_zeros(output.shape[1]) if module.bias is None else module.bias
+        held.update(weight=module.weight.detach().double(), bias=bias.detach().double())
+
+    handle = model.get_submodule(head).register_forward_hook(note)
     with torch.no_grad():
         for part in torch.split(inputs, PROBES):
             torch.func.functional_call(model, values, (part,))
     handle.remove()
-    return torch.cat(caught).double()
+    return torch.cat(caught).double(), held["weight"], held["bias"]
 
 
 def _slopes(
@@ -371,10 +475,11 @@ def _slopes(
 
         return layer.register_forward_hook(pass_on)
 
+    told = values.keys() - shared(model)
     handles = [
         watch(f"{name}.bias", layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in values
+        if isinstance(layer, BIASED) and name != head and f"{name}.bias" in told
     ]
     with torch.enable_grad():
         logits = torch.func.functional_call(model, values, (inputs,)).sum(0)
@@ -399,6 +504,14 @@ def _path(training: LocalTraining, steps: int) -> tuple[Tensor, Tensor]:
     moved = velocity.cumsum(0)
     places = (moved - velocity) / moved[-1]
     return places, velocity.flip(0)
+
+
+def _skip_stand_ins(shape: tuple[int, int, int], rng: torch.Generator) -> None:
+    """Moves the generator on by what stand-ins take. They were drawn from it once: what an attack
+    draws after them, and with it every result that was published, stays as it is."""
+    torch.randn((STAND_INS, *shape), generator=rng)
+    for _ in range(2):  # level and contrast
+        torch.rand(STAND_INS, 1, 1, 1, generator=rng)
 
 
 def smooth_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

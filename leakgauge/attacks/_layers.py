@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,29 @@ from torch import Tensor, nn
 
 from leakgauge.errors import NotApplicable
 
+REMEDY = 'Otherwise add "labels" to threat.grants and set labels = "known" on the attack'
+
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer by the names of its parameters."""
+    """A linear layer by the names that its parameters have in an update: None where an update tells
+    nothing of one, since there is none, or it is frozen, or (of a last layer) shared."""
 
-    weight: str
+    weight: str | None
     bias: str | None
     module: str
+
+
+def names_sent(model: nn.Module) -> dict[int, str]:
+    """The name in an update of every trained parameter, by the parameter's id: one that several
+    layers share has one name, a frozen one has none."""
+    return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def shared(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that several layers hold: an update has the sum over them."""
+    held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return frozenset(name for name, p in model.named_parameters() if held[id(p)] > 1)
 
 
 def _watch(
@@ -43,37 +59,40 @@ def _watch(
     return runs, probe, output
 
 
-def _named(name: str, module: nn.Linear) -> Linear:
-    prefix = f"{name}." if name else ""
-    return Linear(f"{prefix}weight", f"{prefix}bias" if module.bias is not None else None, name)
+def _named(model: nn.Module, name: str) -> Linear:
+    sent, module = names_sent(model), model.get_submodule(name)
+    return Linear(sent.get(id(module.weight)), sent.get(id(module.bias)), name)
 
 
 def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
-    """The linear layer whose output is the model's output."""
+    """The linear layer whose output is the model's output, with those of its parameters whose
+    gradient is this layer's alone."""
     runs, _, output = _watch(model, shape)
-    for name, module, _, result in reversed(runs):
-        if _trained(module) and torch.equal(result, output):
-            return _named(name, module)
+    names = [name for name, _, _, _ in runs]
+    for name, _, _, result in reversed(runs):
+        if torch.equal(result, output):
+            layer, several = _named(model, name), shared(model)
+            weight, bias = (None if key in several else key for key in (layer.weight, layer.bias))
+            if names.count(name) == 1 and (weight or bias):
+                return Linear(weight, bias, name)
+            raise NotApplicable(
+                f"labels are read from the gradient of the last layer, but {name!r} is frozen or "
+                f"shared with other layers. {REMEDY}"
+            )
     raise NotApplicable(
-        "labels are read from the gradient of a linear last layer, but no nn.Linear that is "
-        "trained produces this model's output. End the model in nn.Linear (softmax belongs to the "
-        'loss), or add "labels" to threat.grants and set labels = "known" on the attack'
+        "labels are read from the gradient of a linear last layer, but no nn.Linear produces this "
+        f"model's output. End the model in nn.Linear (softmax belongs to the loss). {REMEDY}"
     )
 
 
 def first_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
     """A linear layer with bias that is fed the image itself, pixel by pixel."""
     runs, probe, _ = _watch(model, shape)
-    for name, module, entered, _ in runs:
-        fed = torch.equal(entered, probe.flatten(1))
-        if fed and module.bias is not None and _trained(module):
-            return _named(name, module)
+    for name, _, entered, _ in runs:
+        layer = _named(model, name)
+        if torch.equal(entered, probe.flatten(1)) and layer.weight and layer.bias:
+            return layer
     raise NotApplicable(
         "the analytic attack reads the input of a linear layer with bias that is fed the image "
         "itself; this model has none (its first layer is a convolution, lacks a bias or is frozen)"
     )
-
-
-def _trained(module: nn.Linear) -> bool:
-    """Whether an update holds this layer at all: frozen parameters are not sent."""
-    return all(p.requires_grad for p in module.parameters())

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Engine, Mode
+from leakgauge.attacks._engine import Engine, Mode, Trust
 from leakgauge.attacks._objectives import Distance
 from leakgauge.attacks._spaces import Pixels, Space, Start
 from leakgauge.errors import InputError, Withheld
@@ -67,7 +67,7 @@ class Blend:
     """The gradient used is (1 − weight)·∇D(x) + weight·∇D(x')  (FedLeak, Eq. 14).
 
     x' = x + reach·∇D/‖∇D‖ for each image (`to="slope"`, Eq. 13, uphill as printed), or the point
-    after one step of the optimiser (`to="step"`). It costs a second evaluation an iteration.
+    after one step of the optimiser (`to="step"`). It costs a second evaluation per iteration.
     """
 
     weight: float = 0.7
@@ -231,11 +231,13 @@ def match(
     begin: Tensor | None = None,
     patience: int | None = None,
     errors: Tensor | None = None,
+    trust: Trust | None = None,
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
 
     `labels=None` searches the labels too, as softmax of free logits. `begin` are images to start
-    from instead of `start`. `errors` are ∂L/∂logits of the candidates, see `Engine`.
+    from instead of `start`. `errors` are ∂L/∂logits of the candidates, see `Engine`. An attack of
+    several searches on one update gives them all the same `trust`: the derivative is checked once.
     """
     if seen.training is None or seen.records is None:
         raise Withheld("gradient matching needs 'training' and 'records' in the observation")
@@ -259,6 +261,7 @@ def match(
         dtype=resources.dtype or dtype,
         mode=derivative,
         errors=errors,
+        trust=trust,
     )
     deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
     done = 0

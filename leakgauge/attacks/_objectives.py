@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from leakgauge.errors import NotApplicable
+
 
 class Distance(Protocol):
     def __call__(
@@ -48,7 +50,13 @@ def cosine(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[
 def matrices(tensors: Sequence[Tensor]) -> list[int]:
     """Where the weights of two dimensions or more are: the layers, without biases and
     normalisations."""
-    return [k for k, tensor in enumerate(tensors) if tensor.ndim > 1]
+    found = [k for k, tensor in enumerate(tensors) if tensor.ndim > 1]
+    if not found:
+        raise NotApplicable(
+            "this attack compares the gradients of weight matrices, and the update holds none: "
+            "only biases and norms are trained"
+        )
+    return found
 
 
 def ramp(count: int, last: float) -> list[float]:

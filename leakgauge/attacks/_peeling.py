@@ -25,6 +25,7 @@ from torch.nn.grad import conv2d_weight
 
 from leakgauge.attacks._separation import Separated, rectified, windows
 from leakgauge.attacks._trace import Trace
+from leakgauge.errors import NotApplicable
 from leakgauge.types import Named
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
@@ -84,7 +85,7 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peele
         if not trace.bent(node):
             continue
         if not watch.open():
-            done.stopped = f"{node.name}, for want of time"
+            done.stopped = f"{node.name}, as the time was up"
             break
         found = _solved(trace, gradient, start, done, node)
         if found is None:
@@ -116,7 +117,7 @@ def _solved(
     """
     known = done.known
     forward = [_forward_equation(trace, known, node, above) for above in _above(trace, known, node)]
-    signals = _signals(trace, start, known, node)
+    signals = _signals(trace, gradient, start, known, node)
     if not signals and not forward:
         return None
     spoilt = {}
@@ -175,7 +176,7 @@ def _correct(
     value = known[above].clone()
     by_channel = value.flatten(2) if value.dim() > 2 else value[:, :, None]
     positions = by_channel.shape[2]
-    rows = gradient[f"{layer.target}.weight"].flatten(1)
+    rows = gradient[_weight(trace, gradient, layer)].flatten(1)
     for row in spoilt.nonzero().flatten().tolist():
         lack = left[row]
         for _ in range(ROUNDS):
@@ -203,9 +204,10 @@ def _above(trace: Trace, known: dict[fx.Node, Tensor], node: fx.Node) -> list[fx
 
 
 def _signals(
-    trace: Trace, start: Separated, known: dict[fx.Node, Tensor], node: fx.Node
+    trace: Trace, gradient: Named, start: Separated, known: dict[fx.Node, Tensor], node: fx.Node
 ) -> dict[fx.Node, Tensor]:
-    """∂L/∂(output) of the layers that see `node` and that the signal at the top reaches."""
+    """∂L/∂(output) of the layers that see `node` and that the signal at the top reaches; of those
+    whose weight gradient is known and theirs alone."""
     reach = known.keys() | {node}
     values: dict[fx.Node, Any] = {}
 
@@ -228,6 +230,7 @@ def _signals(
         layer
         for layer in trace.layers()
         if layer in values
+        and trace.told(layer, "weight", gradient)
         and node in (sources := trace.sources[layer.all_input_nodes[0]])
         and sources <= reach
     ]
@@ -241,6 +244,13 @@ def _signals(
         for layer, slope in zip(layers, slopes, strict=True)
         if slope is not None and slope.any()
     }
+
+
+def _weight(trace: Trace, gradient: Named, layer: fx.Node) -> str:
+    """The name of the weight of a layer that `_signals` found."""
+    name = trace.told(layer, "weight", gradient)
+    assert name is not None
+    return name
 
 
 def _weight_gradient(layer: nn.Conv2d | nn.Linear, seen: Tensor, signal: Tensor) -> Tensor:
@@ -265,7 +275,8 @@ def _misfit(
 ) -> Tensor:
     """What a layer's weight gradient lacks when `node` has this value."""
     seen = trace.affine(at.all_input_nodes[0], {**known, node: value}, {})
-    return gradient[f"{at.target}.weight"] - _weight_gradient(trace.layer(at), seen, signal)
+    observed = gradient[_weight(trace, gradient, at)]
+    return observed - _weight_gradient(trace.layer(at), seen, signal)
 
 
 def _gradient_equation(
@@ -278,7 +289,7 @@ def _gradient_equation(
     rows: Tensor,
 ) -> Equation:
     layer, entering = trace.layer(at), at.all_input_nodes[0]
-    target = gradient[f"{at.target}.weight"]
+    target = gradient[_weight(trace, gradient, at)]
     if not isinstance(layer, nn.Conv2d) or layer.groups == 1:
         # Outputs are mixed so that every combination of signals counts alike: far fewer iterations.
         # Weak ones, which rounding drowns, count less.
@@ -390,6 +401,8 @@ def invert(
             # On what leaves it, an entry that should be active but is not would have no slope.
             miss = torch.where(value > 0, miss, entered.relu())
         loss: Tensor = miss.square().sum() / size
+        if not loss.requires_grad:
+            raise NotApplicable(f"no derivative leads from {node.name!r} back to the image")
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
         if losses[-1] < best:

@@ -1,7 +1,7 @@
 """Reading single records out of the gradient of one layer: rank, window overlap, sparsity.
 
 The weight gradient of a layer, as a matrix (outputs × inputs·k²), is G = L·A: the rows of A are the
-windows the layer saw (P positions of B records; one a record for a linear layer), the columns of L
+windows the layer saw (P positions of B records; one per record in a linear layer), the columns of L
 the error signals at its output. While P·B is below the number of outputs,
 
 1. the right singular vectors V of G span the windows: A = R·Vᵀ;
@@ -35,7 +35,7 @@ RANK = 3e-6  # singular values below this share of the largest are rounding
 GAP = 1e-3  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
 ZERO = 1e-4  # entries of a map below this share of its largest are its zeros
 MISFIT = 1e-2  # share by which what was found may fail to explain what it should
-PROGRAMS = 12  # linear programs a record, at most
+PROGRAMS = 12  # linear programs per record, at most
 SLACK = 1e-6  # by how much rounding may make a zero negative
 ROWS = 1500  # constraints in a linear program to begin with
 
@@ -100,7 +100,12 @@ def _read(
     shape, out = trace.shape[source], trace.shape[node]
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         raise NotApplicable("it is a grouped convolution")
-    matrix = gradient[f"{node.target}.weight"].flatten(1)
+    name = trace.told(node, "weight", gradient)
+    if name is None:
+        raise NotApplicable(
+            "its weight is frozen, shared with other layers or reached by no signal"
+        )
+    matrix = gradient[name].flatten(1)
     positions = out[1:].numel()
     basis = row_space(matrix, records, positions)
     span = common_maps(basis, layer, tuple(shape), records)
@@ -112,12 +117,13 @@ def _read(
     if trace.rectified(source):
         maps, unsure = rectified(maps)
     seen = windows(maps, layer).flatten(0, 1)  # (N·positions, inputs·k²)
-    signals = torch.linalg.lstsq(seen.T, matrix.T).solution  # (N·positions, outputs)
+    signals = least_squares(seen.T, matrix.T)  # (N·positions, outputs)
     misfit = float((signals.T @ seen - matrix).norm() / matrix.norm())
-    signals = signals.view(records, positions, -1).transpose(1, 2).reshape(records, *out)
+    # Contiguous: for a single record, PyTorch's batch norm misreads a gradient of other strides.
+    signals = signals.view(records, positions, -1).transpose(1, 2).contiguous().view(records, *out)
     scale = _scale(trace, node, top)
     at_top = signals / scale
-    found = _amounts(gradient, node, top, at_top, signals)
+    found = _amounts(trace, gradient, node, top, at_top, signals)
     shaped = (-1, *[1] * (at_top.dim() - 1))
     at_top = at_top * found.view(shaped)
     maps = maps / found.view(-1, *[1] * (maps.dim() - 1))
@@ -125,6 +131,15 @@ def _read(
     labels = errors.argmin(1)
     _check(trace, source, maps, top, errors, labels)
     return Separated(node, top, at_top, source, maps, unsure, labels, misfit)
+
+
+def least_squares(left: Tensor, right: Tensor) -> Tensor:
+    """The smallest x with left·x nearest to right. By singular values: the last bits of
+    torch.linalg.lstsq depend on where in memory its work space happens to lie."""
+    u, values, v = torch.linalg.svd(left, full_matrices=False)
+    kept = values > torch.finfo(values.dtype).eps * max(left.shape) * values[0]
+    found: Tensor = v[kept].T @ ((u.T @ right)[kept] / values[kept, None])
+    return found
 
 
 def rectified(maps: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,14 +168,14 @@ def _scale(trace: Trace, layer: fx.Node, top: fx.Node) -> Tensor:
 
 
 def _amounts(
-    gradient: Named, layer: fx.Node, top: fx.Node, at_top: Tensor, at_layer: Tensor
+    trace: Trace, gradient: Named, layer: fx.Node, top: fx.Node, at_top: Tensor, at_layer: Tensor
 ) -> Tensor:
     """How much of each record's signal there is: bias gradients are sums of signals."""
     equations, values = [], []
     node = layer
     while True:
-        name = f"{node.target}.bias"
-        if node.op == "call_module" and name in gradient:
+        name = trace.told(node, "bias", gradient)
+        if name is not None:
             signal = at_layer if node is layer else at_top
             equations.append(signal.flatten(2).sum(2).T if signal.dim() > 2 else signal.T)
             values.append(gradient[name])
@@ -168,14 +183,18 @@ def _amounts(
             break
         (node,) = node.users
     if not equations:
-        raise NotApplicable("neither it nor its batch norm has a bias that would tell the scale")
+        raise NotApplicable(
+            "neither it nor its batch norm has a trained bias that would tell the scale"
+        )
     left, right = torch.cat(equations), torch.cat(values)
-    found: Tensor = torch.linalg.lstsq(left, right[:, None]).solution[:, 0]
+    found = least_squares(left, right[:, None])[:, 0]
     misfit = float((left @ found - right).norm() / right.norm())
-    if misfit > MISFIT or (len(found) > 1 and not (found > 0).all()):
+    if misfit > MISFIT:
         raise NotApplicable(
             f"the records found do not explain its bias gradient (misfit {misfit:.2g})"
         )
+    if len(found) > 1 and not (found > 0).all():
+        raise NotApplicable("the records found explain its bias gradient only by negative shares")
     return found
 
 
@@ -195,7 +214,7 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor) -> Tensor:
     errors = []
     for one in signal.flatten(1):
         active = one.abs() > 1e-3 * one.abs().max()
-        error = torch.linalg.lstsq(rows[:, active].T, one[active, None]).solution[:, 0]
+        error = least_squares(rows[:, active].T, one[active, None])[:, 0]
         if float((error @ rows[:, active] - one[active]).norm() / one.norm()) > MISFIT:
             raise NotApplicable("a signal found at it is not one that its head can send")
         errors.append(error)
@@ -304,7 +323,7 @@ def common_maps(
 
 
 def sparse_rays(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
-    """The sparse non-negative vectors of a space (pixels × records), one a row."""
+    """The sparse non-negative vectors of a space (pixels × records), one per row."""
     if records == 1:
         return (span * span.sum().sign()).T
     found: list[Tensor] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from leakgauge.errors import NotApplicable
+from leakgauge.types import Named
 
 Kind: TypeAlias = Literal["input", "layer", "affine", "relu", "smooth", "other"]
 
@@ -41,7 +43,7 @@ AFFINE_FUNCTIONS = {
     F.avg_pool2d: F.avg_pool2d,
     F.adaptive_avg_pool2d: F.adaptive_avg_pool2d,
 }
-AFFINE_METHODS = ("flatten", "view", "reshape", "mean", "add", "contiguous")
+AFFINE_METHODS = ("flatten", "view", "reshape", "mean", "add", "contiguous", "detach")
 PLAIN = ("size", "dim")  # methods whose value is no tensor of the data
 SMOOTH: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     nn.Sigmoid: (torch.logit, lambda a: a * (1 - a)),
@@ -56,7 +58,8 @@ class Trace:
 
     def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
         try:
-            traced = fx.symbolic_trace(copy.deepcopy(model).eval())
+            copied = copy.deepcopy(model).eval()
+            traced = fx.symbolic_trace(copied)
         except Exception as error:  # whatever tracing meets in the user's code
             raise NotApplicable(
                 "the exact recursion follows the model's graph, and torch.fx cannot trace this "
@@ -67,14 +70,23 @@ class Trace:
         self.kind = {node: self._kind(node) for node in self.nodes}
         self.input = next(node for node in self.nodes if node.op == "placeholder")
         self.output: fx.Node = next(n for n in self.nodes if n.op == "output").args[0]
+        self._own = self._owned({id(p): name for name, p in copied.named_parameters()})
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.nodes:
             below = (self.sources[n] for n in node.all_input_nodes)
             self.sources[node] = frozenset({node}) if self.bent(node) else frozenset().union(*below)
         blank = torch.zeros(1, *shape, dtype=torch.float64)
+        try:
+            values = self.forward(blank, self.nodes)
+        except Exception as error:  # whatever the user's code does in double precision
+            raise NotApplicable(
+                "the exact recursion runs the model in double precision, in which its forward "
+                f"fails ({error}): let it take its precision from its input, as in .to(x.dtype) "
+                "instead of .float()"
+            ) from error
         self.shape = {
             node: value.shape[1:]
-            for node, value in self.forward(blank, self.nodes).items()
+            for node, value in values.items()
             if isinstance(value, Tensor) and value.dim() > 1
         }
 
@@ -102,6 +114,28 @@ class Trace:
                 return "relu"
             return "affine" if node.target in (*AFFINE_METHODS, *PLAIN) else "other"
         return "affine"  # the output, and constants of the model
+
+    def _owned(self, names: dict[int, str]) -> dict[tuple[fx.Node, str], str]:
+        """The parameters that one node alone uses, by node and attribute."""
+        used: Counter[int] = Counter()
+        for node in self.nodes:
+            if node.op == "call_module":
+                used.update(map(id, self.module.get_submodule(str(node.target)).parameters()))
+            elif node.op == "get_attr":
+                used[id(operator.attrgetter(str(node.target))(self.module))] += len(node.users)
+        return {
+            (node, attribute): names[id(value)]
+            for node in self.nodes
+            if node.op == "call_module"
+            for attribute, value in self.module.get_submodule(str(node.target)).named_parameters()
+            if used[id(value)] == 1
+        }
+
+    def told(self, node: fx.Node, attribute: str, gradient: Named) -> str | None:
+        """The name of a parameter of a node (its "weight", its "bias") of which a gradient tells by
+        itself: it is trained, no other node uses it, and a signal reached it."""
+        name = self._own.get((node, attribute))
+        return name if name in gradient and gradient[name].any() else None
 
     def bent(self, node: fx.Node) -> bool:
         """Whether a value of this node is not an affine function of others."""
@@ -141,6 +175,7 @@ class Trace:
                 "flatten",
                 "view",
                 "reshape",
+                "detach",
             ):
                 node = node.all_input_nodes[0]
             else:
@@ -155,7 +190,7 @@ class Trace:
 
     def channelwise(self, node: fx.Node) -> bool:
         """Whether a node passes each entry on by itself: batch norm, sum, identity."""
-        sums = (operator.add, operator.iadd, torch.add, "add")
+        sums = (operator.add, operator.iadd, torch.add, "add", "detach")
         modules = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Identity, nn.Dropout)
         return node.target in sums or self._module(node, *modules)
 
@@ -198,6 +233,8 @@ class Trace:
         if node.op == "call_function":
             function: Any = node.target
             return AFFINE_FUNCTIONS.get(function, function)(*args, **kwargs)
+        if node.target == "detach":  # stops the client's gradient, not the reader of its graph
+            return args[0]
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "get_attr":

@@ -36,6 +36,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class AGIC:
+    """Treats several local steps as one gradient (Xu 2022)."""
+
     iterations: int = 500
     lr: float = 0.1
     last: float = 10.0

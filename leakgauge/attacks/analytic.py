@@ -32,6 +32,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class Analytic:
+    """Reads single records off a linear layer (Phong 2018)."""
+
     tolerance: float = 1e-3  # relative distance below which two rows show the same record
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
@@ -46,6 +48,7 @@ class Analytic:
                 f"{seen.training.optimiser!r} is rescaled entry by entry"
             )
         layer = first_linear(seen.model, seen.shape)
+        assert layer.weight is not None
         assert layer.bias is not None
         shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
         weight, bias = (

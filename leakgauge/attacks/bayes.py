@@ -47,6 +47,8 @@ Noise: TypeAlias = Literal["gaussian", "laplace", "none"]
 
 @dataclass(frozen=True)
 class BayesAttack:
+    """Matches gradients behind known noise (Balunović 2022)."""
+
     iterations: int = 500
     lr: float = 0.1
     noise: Noise = "none"

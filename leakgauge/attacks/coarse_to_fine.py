@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._matching import Adam, Phases, constant, match, shared, steps
 from leakgauge.attacks._matching import cosine as cosine_decay
@@ -44,6 +44,8 @@ LATE = 0.6  # share of the coarse stage after which λ₁ is on
 
 @dataclass(frozen=True)
 class CoarseToFine:
+    """Finds the direction first, then the detail (Zhu 2025)."""
+
     iterations: int = 600
     coarse: float = 0.5  # share of the iterations
     lr: float = 0.1
@@ -75,7 +77,7 @@ class CoarseToFine:
         weight = tv_weight(max(seen.shape[1:])) if self.tv is None else self.tv
         priors = ((total_variation(seen.training.std), constant(weight)),)
         share = shared(resources, coarse * self.restarts + fine)
-        late = support(self.support)
+        late, trust = support(self.support), Trust()
         first = match(
             seen,
             Phases(lambda done: cosine if done < LATE else late),  # Eq. 1
@@ -87,6 +89,7 @@ class CoarseToFine:
             start=self.start,
             space=SPACES[self.space](),
             derivative=self.derivative,
+            trust=trust,
             rng=rng,
             resources=share(0),
         )
@@ -102,6 +105,7 @@ class CoarseToFine:
             iterations=fine,
             begin=first.inputs,
             derivative=self.derivative,
+            trust=trust,
             rng=rng,
             resources=rest,
         )
@@ -124,7 +128,7 @@ class CoarseToFine:
 
 
 def tv_weight(scale: int) -> float:
-    """λ_TV of Eq. 3 for images of this many pixels a side; beyond 518 it would be negative."""
+    """λ_TV of Eq. 3 for images of this many pixels per side; beyond 518 it would be negative."""
     return max(0.0, -0.00008 * math.log(scale) + 0.0005)
 
 

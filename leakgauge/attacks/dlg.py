@@ -27,6 +27,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class DLG:
+    """Matches gradients, guessing labels too (Zhu 2019)."""
+
     iterations: int = 300
     lr: float = 1.0
     restarts: int = 1

@@ -46,6 +46,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class ExactRecursion:
+    """Solves for images layer by layer, no search (our own)."""
+
     evaluations: int = 400  # of the finish, an image
     restarts: int = 2  # of the finish, while an image does not meet its activations
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
@@ -189,7 +191,9 @@ def _distance(seen: Observation, gradient: Named, inputs: Tensor, labels: Tensor
     values = {name: p.detach().requires_grad_() for name, p in parameters(model).items()}
     with torch.enable_grad():
         found = torch.autograd.grad(
-            loss(model, values, inputs, labels, seen.training), list(values.values())
+            loss(model, values, inputs, labels, seen.training),
+            list(values.values()),
+            materialize_grads=True,  # a parameter the loss does not use stays
         )
     return _norm([f - gradient[n] for n, f in zip(values, found, strict=True)]) / _norm(
         list(gradient.values())

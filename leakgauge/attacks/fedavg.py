@@ -20,7 +20,7 @@ the rule `counts` follows the local models from first to last, as the paper does
 epoch share the inferred labels out evenly.
 Applies to whole epochs of equal batches: `batch_size` divides the records.
 Differs from the paper: cosine distance and IG's optimiser (signed Adam, learning rate 0.1 in
-steps); the prior joins both aggregates, where the paper picks one a data set (for CIFAR the
+steps); the prior joins both aggregates, where the paper picks one per data set (for CIFAR the
 maximum); candidates are cut to [0, 1] instead of penalised outside; the labels of an epoch are
 dealt out, not drawn; the best iterate by the objective is returned, across restarts too, where the
 authors' code picks the restart that is nearest to the truth.
@@ -52,6 +52,8 @@ KERNELS = 96
 
 @dataclass(frozen=True)
 class FedAvgEpochs:
+    """Matches whole epochs of local training (Dimitrov 2022)."""
+
     iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-4  # α

@@ -80,6 +80,8 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class FedLeak:
+    """Matches only the large gradient entries (Fan 2025)."""
+
     iterations: int = 500
     variant: Literal["short", "printed", "released"] = "short"
     share: float = 0.5  # R

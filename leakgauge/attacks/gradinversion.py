@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._matching import Adam, Prior, constant, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
@@ -46,6 +46,8 @@ ROUNDS = 4  # the paper switches the consensus on after a quarter of the iterati
 
 @dataclass(frozen=True)
 class GradInversion:
+    """Matches gradients with several image priors (Yin 2021)."""
+
     iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-3
@@ -79,6 +81,7 @@ class GradInversion:
     ) -> Reconstruction:
         labels = infer(seen, self.labels, rng)
         batch, notes = self._batch_norm(seen)
+        trust = Trust()
         priors: tuple[Prior, ...] = (
             *batch,
             (total_variation, constant(self.tv)),
@@ -106,6 +109,7 @@ class GradInversion:
                 begin=stretch.begin,
                 space=SPACES[self.space](),
                 derivative=self.derivative,
+                trust=trust,
                 rng=rng,
                 resources=resources,
             )

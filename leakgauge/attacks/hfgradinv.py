@@ -9,7 +9,7 @@ to match; the early layers add the detail. TV begins when S is complete.
 
 Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
 Differs from the paper and its released code: S grows in equal steps to *all* tensors, where theirs
-stops short of the first block; a mask is drawn once a stage, not once an iteration, so that a stage
+stops short of the first block; a mask is drawn once per stage, not once per iteration, so that each
 has one objective, and the last stage has none; the image's gradient is reduced to its sign, not to
 five levels; no batch-norm prior from the fifth thousand iterations on (GradInversion has one), no
 label search by an evolutionary algorithm; 500 iterations instead of 15 000.
@@ -34,6 +34,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class HFGradInv:
+    """Matches late layers first, then all of them (Ye 2024)."""
+
     iterations: int = 500
     lr: float = 0.1
     stages: int = 4

@@ -28,6 +28,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class IDLG:
+    """Reads the label, then matches gradients (Zhao 2020)."""
+
     iterations: int = 300
     lr: float = 1.0
     restarts: int = 1

@@ -29,6 +29,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class InvertingGradients:
+    """Matches the direction of the gradient (Geiping 2020)."""
+
     iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-4

@@ -35,6 +35,8 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 @dataclass(frozen=True)
 class SAPAG:
+    """Matches layers, those far off less (Wang 2020)."""
+
     iterations: int = 500
     lr: float = 0.1
     width: float = 4.0

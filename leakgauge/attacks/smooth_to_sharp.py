@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
+from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._layers import last_linear
 from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, match, shared
@@ -73,7 +73,9 @@ GENERATOR = (0.05, 0.25)
 
 @dataclass(frozen=True)
 class SmoothToSharp:
-    """`lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
+    """Finds a smooth image, then sharpens it (our own).
+
+    `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
     L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
     `errors` off the candidates' own errors are taken in all stages."""
 
@@ -115,6 +117,7 @@ class SmoothToSharp:
         counts = lengths(self.iterations)
         left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
         run: Reconstruction | None = None
+        trust = Trust()
         for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
             rest = left(run.facts["iterations"] if run else 0)
             if run and (not count or rest.seconds == 0):
@@ -137,6 +140,7 @@ class SmoothToSharp:
                 derivative=self.derivative,
                 errors=None if number == len(STAGES) - 1 else errors,
                 dtype=torch.float64 if near else torch.float32,
+                trust=trust,
                 rng=rng,
                 resources=rest,
             )
@@ -154,6 +158,8 @@ def errors_of(seen: Observation, labels: Tensor) -> Tensor:
     head = last_linear(seen.model, seen.shape)
     if head.bias is None:
         raise NotApplicable("the last layer has no bias to read them from")
+    if not any(value.dim() > 1 for value in seen.update.values()):
+        raise NotApplicable("only biases and norms are trained: errors alone make their gradients")
     if len(minibatches(records, training)) > 1 or training.optimiser != "sgd":
         raise NotApplicable("the update is not one step of SGD")
     shrunk = decay(training, 1) * seen.model.get_parameter(head.bias).detach()

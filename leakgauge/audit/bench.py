@@ -2,8 +2,9 @@
 
 A trial is one attack on one client of one simulated round, for one seed (weights, records and
 attack randomness all follow from it). It ends as *done*, *not applicable* (the method cannot work
-on this model, with its reason) or *failed* (it crashed; the error is kept). Errors in what the user
-gave (plan, data, model, update) are raised.
+on this model, with its reason) or *failed* (it crashed; the error is kept). An attack that the plan
+did not ask for never ends as failed. Errors in what the user gave (plan, data, model, update) are
+raised.
 """
 
 from __future__ import annotations
@@ -73,11 +74,8 @@ class Bench:
         except NotApplicable as reason:
             trial |= {"status": "not applicable", "error": str(reason)}
         except Exception as error:
-            trial |= {
-                "status": "failed",
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(limit=-4),
-            }
+            trial |= crashed(self.plan, case, f"{type(error).__name__}: {error}")
+            trial["traceback"] = traceback.format_exc(limit=-4)
         trial["times"] = {
             "wall_seconds": time.monotonic() - began,
             "cpu_seconds": time.process_time() - cpu,
@@ -122,14 +120,15 @@ class Bench:
         on what it sent."""
         if not isinstance(attack, ActiveAttack):
             return round_
-        sent = attack.tamper(target(round_, self.plan.public), rng, resources)
-        client = rng_of(case.seed, "tampered")
-        return tampered(round_, sent, client, case.scenario(self.plan).defence)
+        victims = threat.victims(round_, case.threat(self.plan))
+        sent = attack.tamper(target(round_, self.plan.public, victims), rng, resources)
+        return tampered(round_, sent, rng_of(case.seed, "tampered"), victims[0])
 
     def _guarded(self, case: Case, round_: Round, scored: dict[str, Any]) -> dict[str, Any]:
-        """What the guard of the attacked client, without a memory, says of the model sent to it."""
+        """What the guard of the attacked client, without a memory, says of the model sent to it
+        (of the first client behind an aggregate)."""
         guard = Guard(case.scenario(self.plan).make_model, round_.training)
-        truth = round_.truths[case.threat(self.plan).client]
+        truth = round_.truths[threat.victims(round_, case.threat(self.plan))[0]]
         verdict = guard.check(dict(round_.model.state_dict()), truth)
         fired = ", ".join(one.test for one in verdict.fired)
         words = f"a client's guard, without a memory, says {verdict.decision}"
@@ -167,6 +166,17 @@ class Bench:
             "words": f"{NOISE:.0%} pixel noise turns the update by {distance:.2g} in cosine "
             f"distance: gradient matching is {words} here",
         }
+
+
+def crashed(plan: Plan, case: Case, error: str) -> dict[str, Any]:
+    """How a trial ends that crashed. The crash of an attack that nobody asked for is kept in words,
+    but fails no audit."""
+    if case.attack in plan.asked:
+        return {"status": "failed", "error": error}
+    return {
+        "status": "not applicable",
+        "error": f"it is run without being asked for, and crashed ({error}): please report this",
+    }
 
 
 def score(

@@ -48,7 +48,7 @@ class Case:
             "defence": self.defence if self.keeps("defence") else NO_DEFENCE,
             "attack": self.attack,
             "seed": self.seed,
-            "realism": realism(self.threat(plan)),
+            "realism": realism(self.threat(plan), plan.attacks[self.attack]),
         }
 
     def scenario(self, plan: Plan) -> Scenario:
@@ -65,7 +65,7 @@ class Case:
 
 def trials(plan: Plan) -> list[Case]:
     """The trials of the plan: cheap attacks first; those that share a round stand together."""
-    cheap_first = sorted(plan.attacks, key=lambda name: _effort(plan, name))
+    cheap_first = sorted(plan.attacks, key=lambda name: effort(plan, name))
     return [
         Case("trial", stage, defence, attack, seed)
         for stage in plan.document.federation.rounds
@@ -78,11 +78,12 @@ def trials(plan: Plan) -> list[Case]:
 def controls(plan: Plan) -> list[Case]:
     """Every attack that was asked for on the known-weak twin; where the audit holds that very twin,
     its trials. The exact recursion needs no control: it works or says why not."""
-    seeds = plan.document.audit.seeds[:CONTROL_SEEDS]
+    all_seeds = plan.document.audit.seeds
     for case in trials(plan):
         if not factors(case.scenario(plan), plan.document.threat.actor):
             place = (case.stage, case.defence)
-            return [Case("trial", *place, a, s) for s in seeds for a in plan.asked]
+            return [Case("trial", *place, a, s) for s in all_seeds for a in plan.asked]
+    seeds = all_seeds[:CONTROL_SEEDS]
     stage, defence = plan.document.federation.rounds[0], next(iter(plan.defences))
     return [Case("control", stage, defence, a, s, ()) for s in seeds for a in plan.asked]
 
@@ -96,16 +97,18 @@ def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
     found = factors(plan.scenario(stage, defence), actor)
     if not found:
         return []
-    seeds = plan.document.audit.seeds[:CONTROL_SEEDS]
+    all_seeds = plan.document.audit.seeds
+    seeds = all_seeds[:CONTROL_SEEDS]
     rungs = [("twin", [case for case in controls(plan) if case.attack == attack])]
     for count, factor in enumerate(found[:-1], start=1):
         kept = tuple(found[:count])
         rungs.append((factor, [Case("ladder", stage, defence, attack, s, kept) for s in seeds]))
-    rungs.append((found[-1], [Case("trial", stage, defence, attack, s) for s in seeds]))
+    rungs.append((found[-1], [Case("trial", stage, defence, attack, s) for s in all_seeds]))
     return rungs
 
 
-def _effort(plan: Plan, name: str) -> int:
+def effort(plan: Plan, name: str) -> int:
+    """How long an attack searches, as its options say: iterations × restarts."""
     attack = plan.attacks[name]
     count = getattr(attack, "iterations", 0) or getattr(attack, "steps", 0)
     return int(count) * int(getattr(attack, "restarts", 1))

@@ -1,32 +1,44 @@
-"""What an audit will cost, from a short calibration: a few iterations of each attack, timed.
+"""What an audit will cost, from a calibration: short trials of each attack, timed whole.
 
-The forecast is CPU time, because that does not depend on how busy the machine is. How far it was
-off stands in the result beside the actual time.
+A trial costs a fixed part (observation, self-check, label inference, scoring, pictures) and a part
+for each iteration. Both are measured by two shortened trials of different length, from observation
+to pictures, in a folder that is thrown away; the longer one is long enough to be timed well. Every
+attack is measured on the audited federation and on the known-weak twin, where the controls run.
+Rungs of the ladder lie between the two, in proportion to the records that a client's steps see.
+An attack without iterations is run whole.
+
+The forecast is CPU time of all threads, because that does not depend on how busy the machine is. It
+has an interval: a timing is worth ± MARGIN, and which attack climbs the ladder is known only after
+the controls. How far it was off stands in the result beside the actual time.
 """
 
 from __future__ import annotations
 
+import math
 import resource
+import statistics
 import sys
+import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from leakgauge import threat
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench
+from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.store import Store
-from leakgauge.errors import NotApplicable
 from leakgauge.types import Attack
 
-SHORT, LONG = (
-    2,
-    12,
-)  # iterations of the two calibration runs: their difference has no start-up in it
+SHORT, LONG = 3, 13  # iterations of the first two timed trials
+ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
+LONGEST = 200  # iterations of a timed trial
+MARGIN = 0.25  # of a forecast, from the timing alone: docs/methods/audit.md has measured errors
 
 
 @dataclass(frozen=True)
@@ -40,58 +52,175 @@ class Applicability:
 
 @dataclass(frozen=True)
 class Forecast:
-    """CPU seconds and peak memory of a whole audit."""
+    """CPU seconds, with the interval in which they should lie, and peak memory of an audit."""
 
     attacks: tuple[Applicability, ...]
     trials: int
     cpu_seconds: float
+    low: float
+    high: float
     megabytes: float
 
     def plain(self) -> dict[str, Any]:
-        return {"cpu_seconds": self.cpu_seconds, "megabytes": self.megabytes}
+        return {
+            "cpu_seconds": self.cpu_seconds,
+            "low": self.low,
+            "high": self.high,
+            "megabytes": self.megabytes,
+        }
 
 
-def forecast(plan: Plan) -> Forecast:
-    """Try every attack for a moment on the first round of the plan. Nothing is written."""
-    bench = Bench(plan, Store(Path()))  # a bench that is only asked to simulate writes nothing
-    first = cases.trials(plan)[0]
-    began = time.process_time()
-    round_ = bench.simulated(first)
-    simulation = time.process_time() - began
-    threat.observe(round_, first.threat(plan))  # a wrong threat model is no attack's mistake
-
-    def timed(attack: Attack) -> float:
-        began, rng = time.process_time(), rng_of(0, "calibration")
-        played = bench.played(first, attack, round_, rng)
-        attack.reconstruct(threat.observe(played, first.threat(plan)), rng)
-        return time.process_time() - began
-
-    found = tuple(_try(name, attack, timed) for name, attack in plan.attacks.items())
+def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> Forecast:
+    """Try every attack for a moment on the first round of the plan, and on the twin. Nothing is
+    kept. `tell` hears the name of each attack as its turn comes."""
+    torch.set_num_threads(plan.document.audit.threads)
     planned = cases.trials(plan)
     controls = cases.controls(plan) if plan.document.audit.control else []
-    extra = [case for case in controls if case.kind == "control"]
-    cost = {one.attack: one.cpu_seconds for one in found}
-    count = Counter(case.attack for case in [*planned, *extra])
-    rounds = {(case.stage, case.defence, case.seed) for case in planned}
-    played = sum(1 + stage for stage, _, _ in rounds) * simulation / (1 + first.stage)
-    total = played + sum(cost[name] * number for name, number in count.items())
-    return Forecast(found, len(planned) + len(extra), total, _peak_megabytes())
+    with tempfile.TemporaryDirectory(prefix="leakgauge-") as folder:
+        trying = _Trying(plan, Path(folder))
+        simulation = trying.simulation(planned[0])
+        found = {}
+        for name in plan.attacks:
+            tell(name)
+            found[name] = trying.cost(next(case for case in planned if case.attack == name))
+        twins = {case.attack: case for case in controls if case.kind == "control"}
+        on_twin = {}
+        for name, case in twins.items():
+            tell(name)
+            on_twin[name] = trying.cost(case)
+
+    def cost(case: Case) -> float:
+        whole = found[case.attack].cpu_seconds
+        if case.kept is None or case.attack not in on_twin:
+            return whole
+        twin = on_twin[case.attack].cpu_seconds
+        least, most = _work(plan, twins[case.attack]), _work(plan, replace(case, kept=None))
+        share = (_work(plan, case) - least) / (most - least) if most > least else 0.0
+        return twin + share * (whole - twin)
+
+    certain = dict.fromkeys([*controls, *planned])
+    known = sum(map(cost, certain)) + simulation.total(list(certain))
+    ladders = []
+    if plan.document.audit.explain and controls:
+        for name in plan.asked:
+            rungs = [case for _, rung in cases.ladder(plan, name) for case in rung]
+            new = [case for case in dict.fromkeys(rungs) if case not in certain]
+            if on_twin.get(name, found[name]).reason is None:
+                ladders.append(sum(map(cost, new)) + simulation.total(new))
+    ladders = ladders or [0.0]
+    return Forecast(
+        attacks=tuple(found.values()),
+        trials=len(certain),
+        cpu_seconds=known + statistics.mean(ladders),
+        low=(1 - MARGIN) * (known + min(ladders)),
+        high=(1 + MARGIN) * (known + max(ladders)),
+        megabytes=_peak_megabytes(),
+    )
 
 
-def _try(name: str, attack: Attack, timed: Callable[[Attack], float]) -> Applicability:
-    try:
+@dataclass(frozen=True)
+class _Simulation:
+    """CPU seconds of a federation's start and of each of its rounds."""
+
+    start: float
+    each: float
+
+    def total(self, wanted: list[Case]) -> float:
+        """Of these cases in this order: a round that the next cases share is played once."""
+        keys = [(case.stage, case.defence, case.seed, case.kept) for case in wanted]
+        played = [
+            case for case, key, before in zip(wanted, keys, [None, *keys], strict=False)
+            if key != before
+        ]  # fmt: skip
+        stages = [case.stage if case.keeps("stage") else 0 for case in played]
+        return sum(self.start + stage * self.each for stage in stages)
+
+
+class _Trying:
+    """Times trials of a plan whose attacks are shortened one after the other."""
+
+    def __init__(self, plan: Plan, folder: Path):
+        self.plan = plan
+        self.bench = Bench(plan, Store(folder))
+
+    def simulation(self, first: Case) -> _Simulation:
+        stages = self.plan.document.federation.rounds
+        start = self._simulated(replace(first, stage=0))
+        later = min(2, max(stages))
+        each = (self._simulated(replace(first, stage=later)) - start) / later if later else 0.0
+        round_ = self.bench.simulated(first)
+        threat.observe(round_, first.threat(self.plan))  # a wrong threat model is no attack's fault
+        return _Simulation(start, max(0.0, each))
+
+    def _simulated(self, case: Case) -> float:
+        began = time.process_time()
+        self.bench.simulated(case)
+        return time.process_time() - began
+
+    def cost(self, case: Case) -> Applicability:
+        """What a trial of this case costs once its round is played, and whether it applies."""
+        attack = self.plan.attacks[case.attack]
         effort = _effort(attack)
-        if effort is None:
-            return Applicability(name, None, timed(attack))
-        wanted = getattr(attack, effort) * getattr(attack, "restarts", 1)
-        timed(_shortened(attack, 1))  # warms up
-        short, long = (timed(_shortened(attack, count)) for count in (SHORT, LONG))
-        each = max(0.0, long - short) / (LONG - SHORT)
-        return Applicability(name, None, short + each * max(0, wanted - SHORT))
-    except NotApplicable as reason:
-        return Applicability(name, str(reason), 0.0)
-    except Exception as error:  # the audit will keep it, trial by trial
-        return Applicability(name, f"it crashes ({type(error).__name__}: {error})", 0.0)
+        try:
+            if effort is None:
+                return Applicability(case.attack, None, self._timed(case, attack))
+            self._timed(case, _shortened(attack, 1))  # warms up
+            wanted, restarts = getattr(attack, effort), getattr(attack, "restarts", 1)
+            once = self._fitted(case, attack, wanted, 1)
+            again = self._fitted(case, attack, wanted, 2) if restarts > 1 else once
+            return Applicability(case.attack, None, once + (restarts - 1) * (again - once))
+        except _Refused as reason:
+            return Applicability(case.attack, str(reason), 0.0)
+
+    def _fitted(self, case: Case, attack: Attack, wanted: int, restarts: int) -> float:
+        """The cost of so many iterations: fixed part + iterations × cost of each."""
+
+        def timed(count: int) -> float:
+            return self._timed(case, _shortened(attack, count, restarts))
+
+        if wanted <= LONG:
+            return timed(wanted)
+        short, long, count = timed(SHORT), timed(LONG), LONG
+        if long - short < ENOUGH:
+            each = max((long - short) / (LONG - SHORT), ENOUGH / LONGEST)
+            count = min(wanted, LONGEST, math.ceil(SHORT + ENOUGH / each))
+            long = timed(count) if count > LONG else long
+        count = max(count, LONG)
+        each = max(0.0, long - short) / (count - SHORT)
+        cost = long + each * (wanted - count)
+        limit = self.plan.document.audit.seconds
+        return cost if limit is None else min(cost, short + limit)
+
+    def _timed(self, case: Case, attack: Attack) -> float:
+        """CPU seconds of one trial, whose round is played before."""
+        self.bench.plan = replace(self.plan, attacks={**self.plan.attacks, case.attack: attack})
+        self.bench.simulated(case)
+        trial = self.bench.run(case, lambda done, total, objective: None)
+        if trial["status"] == "not applicable":
+            raise _Refused(trial["error"])
+        if trial["status"] == "failed":  # the audit will keep it, trial by trial
+            raise _Refused(f"it crashes ({trial['error']})")
+        return float(trial["times"]["cpu_seconds"])
+
+
+class _Refused(Exception):
+    """Why an attack cannot be timed."""
+
+
+def _work(plan: Plan, case: Case) -> int:
+    """Records that go through the network for one simulated update of this case."""
+    scenario = case.scenario(plan)
+    training, records = scenario.training, scenario.records or scenario.training.batch_size
+    if records == "all":
+        records = len(scenario.data) // scenario.clients
+    steps = (
+        training.steps
+        if training.epochs is None
+        else training.epochs * math.ceil(records / training.batch_size)
+    )
+    alone = case.threat(plan).actor == "server"
+    clients = 1 if alone else scenario.participants or scenario.clients
+    return steps * training.batch_size * clients
 
 
 def _effort(attack: Attack) -> str | None:
@@ -99,9 +228,9 @@ def _effort(attack: Attack) -> str | None:
     return next((key for key in ("iterations", "steps") if getattr(attack, key, 0)), None)
 
 
-def _shortened(attack: Attack, count: int) -> Attack:
-    """The attack with `count` iterations, once, and without a folder to continue in."""
-    fixed = {"restarts": 1, "folder": None, _effort(attack): count}
+def _shortened(attack: Attack, count: int, restarts: int = 1) -> Attack:
+    """The attack with `count` iterations, and without a folder to continue in."""
+    fixed = {"restarts": restarts, "folder": None, _effort(attack): count}
     change = {key: value for key, value in fixed.items() if key and hasattr(attack, key)}
     short: Attack = replace(attack, **change)  # type: ignore[type-var]
     return short

@@ -55,8 +55,8 @@ def factors(scenario: Scenario, actor: Actor) -> list[str]:
     return [factor for factor in FACTORS if differs[factor]]
 
 
-def describe(scenario: Scenario, factor: str) -> str:
-    """What putting this factor back means, in words."""
+def describe(scenario: Scenario, factor: str, defence: str) -> str:
+    """What putting this factor back means, in words; `defence` is its name in the plan."""
     training = scenario.training
     steps = f"{training.epochs} epochs" if training.epochs else f"{training.steps} local steps"
     return {
@@ -66,7 +66,7 @@ def describe(scenario: Scenario, factor: str) -> str:
         "batch norm": f"eval → {training.batch_norm} batch norm, dropout {training.dropout}",
         "aggregation": f"one client → {scenario.participants or scenario.clients} aggregated",
         "stage": f"untrained → after {scenario.rounds} rounds",
-        "defence": f"no defence → {scenario.defence}",
+        "defence": f"no defence → {defence}",
     }[factor]
 
 

@@ -16,7 +16,9 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -25,17 +27,21 @@ from torch import nn
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
+from leakgauge.audit.ranges import check_numbers
 from leakgauge.config import build, choose, did_you_mean
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
+from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.aggregate import Weighting
 from leakgauge.fl.partition import Partition
+from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
 from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
 
 Table = dict[str, Any]
 NO_DEFENCE = "none"
+MOST_STEPS = 1_000_000  # of local training, in one round
 
 
 @dataclass(frozen=True)
@@ -82,15 +88,21 @@ class Federation:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a federation may leak: at most `share` of the records beyond `psnr` dB (and well above
-    the mean image). More is a leak, and exit code 1."""
+    """What a federation may leak: at most `share` of the records recovered to `psnr` dB (and well
+    above the mean image), at most `found` of them picked out of the gallery, at most `labels` of
+    their labels read; the last two beyond guessing. More is a leak, and exit code 1."""
 
     psnr: float = 15.0
     share: float = 0.1
+    found: float = 0.1
+    labels: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must lie between 0 and 1, got {self.share}")
+        if not math.isfinite(self.psnr):
+            raise ValueError(f"psnr must be a finite number of decibels, got {self.psnr}")
+        for key in ("share", "found", "labels"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"{key} must lie between 0 and 1, got {getattr(self, key)}")
 
 
 @dataclass(frozen=True)
@@ -165,8 +177,33 @@ class Plan:
     attacks: Mapping[str, Attack]
     defences: Mapping[str, Defence | None]
     partition: Partition
-    fingerprint: str
     asked: tuple[str, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs when a trial could: by the tables, the records, the code and the model that
+        `module:callable` names, the weights or the version."""
+        document = self.document
+        content = [__version__, plain(document), self.data.classes]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+        for records in (self.data, self.public):
+            for values in (records.inputs, records.labels):
+                digest.update(f"{tuple(values.shape)}".encode())
+                digest.update(values.contiguous().numpy().data)
+        first = self.scenario(document.federation.rounds[0], next(iter(self.defences)))
+        model = initial_model(first, torch.Generator().manual_seed(0))
+        digest.update(str(model).encode())
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(f"{value.requires_grad}".encode())
+            digest.update(
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            )
+        for named in (document.federation.model, document.federation.data):
+            name = named if isinstance(named, str) else str(named.get("name"))
+            for file in own_files(name, self.folder):
+                digest.update(f"{file.name} ".encode() + file.read_bytes())
+        return digest.hexdigest()
 
     @property
     def budget(self) -> float | None:
@@ -195,14 +232,23 @@ class Plan:
         name, options = _name(federation.model, "federation.model")
         _import_from(self.folder, name)
         _, channels, height, width = self.data.inputs.shape
-        model = models.make(
-            name,
-            shape=(channels, height, width),
-            classes=len(self.data.classes),
-            init=federation.init,
-            rng=torch.default_generator,  # seeded by `simulate`
-            **options,
-        )
+        try:
+            model = models.make(
+                name,
+                shape=(channels, height, width),
+                classes=len(self.data.classes),
+                init=federation.init,
+                rng=torch.default_generator,  # seeded by `simulate`
+                **options,
+            )
+        except LeakGaugeError:
+            raise
+        except Exception as error:  # torch says what sizes it cannot build, in its own words
+            raise PlanError(
+                f"federation.model: {name!r} cannot be built with {options} for images "
+                f"{channels} × {height} × {width} and {len(self.data.classes)} classes "
+                f"({type(error).__name__}: {error})"
+            ) from error
         if federation.checkpoint:
             models.load(model, _path(self.folder, federation.checkpoint))
         return model
@@ -223,16 +269,19 @@ def duration(text: str, where: str) -> float:
 def read(path: Path) -> Plan:
     """The plan in a TOML file, fully checked."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_plain(path).decode())
     except FileNotFoundError:
         raise PlanError(f"no plan at {path}: give the path of a TOML file") from None
     except IsADirectoryError:
         raise PlanError(f"{path} is a folder: give the path of a TOML file in it") from None
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise PlanError(f"{path} is not a plan: its lists are nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise PlanError(f"{path} is not valid TOML: {error}") from error
-    return parse(table, path.stem, path.resolve().parent)
+    name = path.stem.encode(errors="replace").decode()  # a file's name may be no text
+    return parse(table, name, path.resolve().parent)
 
 
 def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
@@ -241,7 +290,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
     document = build(Document, table, name)
+    check_numbers(document, name)
     federation = document.federation
+    _check_actor(document.threat, federation)
     attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
@@ -256,6 +307,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     defences = _each(DEFENCES, document.defence, "defence")
     records = _load(federation.data, folder)
     _check_normalisation(federation.training, records)
+    taken = federation.records if isinstance(federation.records, int) else len(records)
+    _check_length(federation.training, taken)
     public, private = _set_aside(records, federation.public, document.threat.malicious)
     return Plan(
         name=name,
@@ -266,7 +319,6 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         attacks=attacks,
         defences=defences,
         partition=partition,
-        fingerprint=_fingerprint(document, records, folder),
         asked=asked,
     )
 
@@ -286,16 +338,39 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _fingerprint(document: Document, records: Dataset, folder: Path) -> str:
-    """Differs when a trial could: by the tables, the records, the weights or the version."""
-    content = [__version__, plain(document), records.classes]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    digest.update(records.inputs.numpy().data)
-    digest.update(records.labels.numpy().data)
-    if document.federation.checkpoint:
-        weights = _path(folder, document.federation.checkpoint)
-        digest.update(weights.read_bytes() if weights.is_file() else b"")
-    return digest.hexdigest()
+def own_files(name: str, folder: Path) -> list[Path]:
+    """The files behind `module:callable`: that of the module, and those of what it imports from the
+    plan's folder or from its own package. None for another name."""
+    start, colon, _ = name.partition(":")
+    module = sys.modules.get(start)
+    if not colon or module is None or not getattr(module, "__file__", None):
+        return []
+    own = Path(str(module.__file__)).resolve()
+    roots = (folder.resolve(), own.parents[start.count(".")])
+    found: dict[str, Path] = {}
+    waiting = [start]
+    while waiting:
+        here = waiting.pop()
+        loaded = sys.modules.get(here)
+        file = getattr(loaded, "__file__", None)
+        if here in found or not file or not _belongs(Path(file).resolve(), roots):
+            continue
+        found[here] = Path(file).resolve()
+        for value in list(vars(loaded).values()):
+            other = value.__name__ if isinstance(value, ModuleType) else _home(value)
+            waiting += [other] if isinstance(other, str) else []
+    return [found[key] for key in sorted(found)]
+
+
+def _belongs(file: Path, roots: tuple[Path, ...]) -> bool:
+    """The user's own: below a root, and not installed there."""
+    installed = "site-packages" in file.parts or "dist-packages" in file.parts
+    return not installed and file.is_file() and any(file.is_relative_to(root) for root in roots)
+
+
+def _home(value: object) -> object:
+    """The module in which a class or a function was written."""
+    return getattr(value, "__module__", None) if callable(value) else None
 
 
 def _path(folder: Path, path: str) -> Path:
@@ -319,7 +394,10 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
 def _named(known: Mapping[str, type[Any]], value: str | Table, what: str) -> Any:
     """An instance of the class that a table's `name` chooses, built from its other keys."""
     name, options = _name(value, what)
-    return build(choose(known, name, what), options, f"{what} {name!r}")
+    where = f"{what} {name!r}"
+    made = build(choose(known, name, what), options, where)
+    check_numbers(made, where)
+    return made
 
 
 def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) -> dict[str, Any]:
@@ -352,7 +430,7 @@ def _load(value: str | Table, folder: Path) -> Dataset:
     _import_from(folder, name)
     try:
         return data.load(name, **options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, LeakGaugeError) or ":" not in name:
             raise
         raise PlanError(  # whatever the user's own code raised
@@ -394,6 +472,32 @@ def _import_from(folder: Path, name: str) -> None:
         for other in [key for key in sys.modules if key.partition(".")[0] == top]:
             del sys.modules[other]
     importlib.invalidate_caches()
+
+
+def _check_actor(who: ThreatModel, federation: Federation) -> None:
+    if who.malicious and who.actor == "client":
+        raise PlanError(
+            'threat.malicious = true with threat.actor = "client": a client sends no model to '
+            'others and so cannot change it; use actor "server" or "aggregate", or leave '
+            "malicious out"
+        )
+    present = federation.participants or federation.clients
+    if who.client >= present:
+        raise PlanError(
+            f"threat.client is {who.client}, but {present} clients take part in a round and are "
+            f"counted from 0: give 0 to {present - 1}"
+        )
+
+
+def _check_length(training: LocalTraining, records: int) -> None:
+    """Refuse local training that would never end."""
+    steps = training.epochs and training.epochs * -(-records // training.batch_size)
+    if steps and steps > MOST_STEPS:
+        raise PlanError(
+            f"federation.training.epochs = {training.epochs} is up to {steps:,} steps of batch "
+            f"size {training.batch_size} on {records:,} records; at most {MOST_STEPS:,} are "
+            "allowed: lower epochs, or raise batch_size"
+        )
 
 
 def _check_normalisation(training: LocalTraining, records: Dataset) -> None:

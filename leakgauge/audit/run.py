@@ -6,6 +6,7 @@ interrupted can be resumed and loses at most the running trials. Failed trials a
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench, crashed, rng_of
 from leakgauge.audit.cases import Case
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse, plain
 from leakgauge.audit.result import assemble
 from leakgauge.audit.store import Store
-from leakgauge.audit.verdict import judge_control
-from leakgauge.audit.workers import Run, in_processes
+from leakgauge.audit.workers import Run, Workers
 from leakgauge.errors import NotApplicable
 from leakgauge.files import write_json
 from leakgauge.fl.simulate import initial_model
@@ -37,6 +38,8 @@ class Watch:
     begin: Callable[[Case], None] = lambda case: None
     progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
     end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
+    say: Callable[[str], None] = lambda words: None
+    calibrate: Callable[[str], None] = lambda attack: None
 
 
 def run(
@@ -59,13 +62,27 @@ def run(
     # Build the model once before anything is written: a wrong one is the user's to know now.
     model = initial_model(first.scenario(plan), rng_of(first.seed, "federation"))
     bench = Bench(plan, store)
-    store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+
+    def opened() -> None:
+        store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+
+    opened()  # refused here, the folder is not even locked
+    with store.locked():
+        opened()  # another audit may have ended in it meanwhile
+        session = _Session(bench, jobs, budget, watch or Watch())
+        try:
+            return _audit(session, model, calibrate)
+        finally:
+            session.close()
+
+
+def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, Any]:
+    bench, plan, store = session.bench, session.bench.plan, session.bench.store
     expected = None
-    session = _Session(bench, jobs, budget, watch or Watch())
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
-        expected = forecast(plan).plain() if calibrate else None
+        expected = forecast(plan, session.watch.calibrate).plain() if calibrate else None
         session.run([*controls, *cases.trials(plan)])
         if plan.document.audit.explain and controls:
             best = _best(session.pick(controls))
@@ -84,10 +101,12 @@ def run(
         plan,
         model,
         trials=session.pick([*controls, *cases.trials(plan), *(c for _, r in rungs for c in r)]),
-        control=_judged(session.pick(controls)),
-        rungs=[(factor, rung[0], session.pick(rung)) for factor, rung in rungs],
+        controls=controls,
+        rungs=rungs,
         not_run=session.not_run(cases.trials(plan)),
-        sensitivity=bench.sensitivity(first) if plan.document.audit.explain else None,
+        sensitivity=bench.sensitivity(cases.trials(plan)[0])
+        if plan.document.audit.explain
+        else None,
         wall=session.elapsed(),
         forecast=expected,
     )
@@ -97,21 +116,13 @@ def run(
     return result
 
 
-def _judged(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One control entry an attack: its best seed, for the question is whether it can work."""
-    best: dict[str, dict[str, Any]] = {}
-    for trial in trials:
-        entry = judge_control(trial)
-        kept = best.get(entry["attack"])
-        if kept is None or (entry["psnr"] or 0.0) > (kept["psnr"] or 0.0):
-            best[entry["attack"]] = entry
-    return list(best.values())
-
-
 def _best(trials: list[dict[str, Any]]) -> str | None:
     """The attack that did best on the control, if any could be run."""
-    entries = [entry for entry in _judged(trials) if entry["psnr"] is not None]
-    return str(max(entries, key=lambda e: float(e["psnr"]))["attack"]) if entries else None
+    scores: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial["status"] == "done":
+            scores.setdefault(trial["attack"], []).extend(trial["scores"]["psnr"])
+    return max(scores, key=lambda attack: statistics.median(scores[attack]), default=None)
 
 
 @dataclass
@@ -129,6 +140,12 @@ class _Session:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._expected = 0
+        several = self.jobs > 1
+        self.workers = Workers[Case](_Recipe.of(self.bench), self.jobs) if several else None
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began
@@ -151,7 +168,7 @@ class _Session:
         for case in dict.fromkeys(wanted):
             known = self.finished.get(case.id)
             if known is None:
-                known = self.bench.store.done(case.id)
+                known = self.bench.store.done(case.id, self.watch.say)
                 if known is None or known["status"] == "failed":
                     todo.append(case)
                     continue
@@ -166,15 +183,16 @@ class _Session:
             self.watch.end(case, trial)
 
     def _each(self, todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any] | None]]:
-        if self.jobs > 1 and len(todo) > 1:
+        if self.workers is not None and len(todo) > 1:
             self.bench.store.begin()
-            yield from in_processes(
-                _Recipe.of(self.bench),
+            if self.budget is None:  # nothing is cut: the longest first, so that all end together
+                todo = sorted(todo, key=lambda case: -cases.effort(self.bench.plan, case.attack))
+            yield from self.workers.run(
                 todo,
-                self.jobs,
                 may_start=self._may_start,
                 on_start=self.watch.begin,
                 on_progress=self.watch.progress,
+                shares=_expensive_round,
             )
             return
         for case in todo:
@@ -195,6 +213,12 @@ class _Session:
         return False
 
 
+def _expensive_round(case: Case) -> object:
+    """What cases share whose round is played after honest ones; another round costs little."""
+    stage = case.stage if case.keeps("stage") else 0
+    return (case.stage, case.defence, case.seed, case.kept) if stage else None
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """How a worker process makes its own bench: plain values only, so that they can be sent."""
@@ -203,22 +227,23 @@ class _Recipe:
     name: str
     folder: Path
     out: Path
+    fingerprint: str
 
     @classmethod
     def of(cls, bench: Bench) -> _Recipe:
         plan = bench.plan
-        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out)
+        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out, plan.fingerprint)
 
     def __call__(self) -> Run:
         plan = parse(self.document, self.name, self.folder)
         torch.set_num_threads(plan.document.audit.threads)
-        return Bench(plan, Store(self.out)).run
+        return Bench(plan, Store(self.out, self.fingerprint)).run
 
 
 def _died(case: Case, plan: Plan) -> dict[str, Any]:
     """The trial of a case whose worker was killed twice."""
-    return case.header(plan) | {
-        "status": "failed",
-        "error": "the process of this trial was killed twice (out of memory?)",
-        "times": {"wall_seconds": 0.0, "cpu_seconds": 0.0},
-    }
+    return (
+        case.header(plan)
+        | crashed(plan, case, "the process of this trial was killed twice (out of memory?)")
+        | {"times": {"wall_seconds": 0.0, "cpu_seconds": 0.0}}
+    )

@@ -3,6 +3,7 @@
 docs/result-schema.md says what each key means. The version stands in `schema`; an older file is
 migrated, with nothing made up: what it did not measure stays empty. A newer one is refused. Keys
 beyond the documented ones are kept and ignored, so that a version can grow without a new number.
+What follows from the trials, the verdict above all, is derived again and must agree.
 
 A shape below is a type; `[shape]` for a list; a tuple of shapes for a list of that length; a set of
 words, one of which it must be; `{key: shape}` for a table, where "key?" may be absent; `Maybe` if
@@ -13,14 +14,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeAlias
 
-from leakgauge.errors import InputError
+import torch
 
-SCHEMA = 2
+from leakgauge._version import __version__
+from leakgauge.audit.summary import derived
+from leakgauge.errors import InputError
+from leakgauge.files import read_plain
+
+SCHEMA = 3
 
 Result: TypeAlias = dict[str, Any]
 
@@ -35,40 +40,7 @@ class Each:
     shape: Any
 
 
-REALISM = {"realistic", "informed", "oracle"}
-RISK = {"very high", "high", "medium", "low"}
-SPAN = (float, float)
-
-SPREAD = {
-    "mean": float,
-    "median": float,
-    "quartiles": SPAN,
-    "interval": SPAN,
-    "least": float,
-    "most": float,
-    "count": int,
-}
-ROW = {
-    "round": int,
-    "defence": str,
-    "attack": str,
-    "trials": int,
-    "failed": int,
-    "not_applicable": int,
-    "reason": Maybe(str),
-}
-MEASURED_ROW = ROW | {
-    "realism": REALISM,
-    "records": int,
-    "scores": Each(SPREAD),
-    "baselines": {"mean image": Each(float), "random image": Each(float), "identified": float},
-    "labels": Maybe({"accuracy": float, "random": float, "class prior": float}),
-    "success_rate?": float,
-    "risk?": {"median": RISK, "worst": RISK},
-    "leaking?": float,
-    "utility?": Maybe({"accuracy": float, "change": Maybe(float)}),
-    "caveats": [str],
-}
+REALISM = {"realistic", "active", "informed", "oracle"}
 TRIAL = {
     "id": str,
     "kind": {"trial", "control", "ladder"},
@@ -98,17 +70,9 @@ FINISHED_TRIAL = TRIAL | {
     "caveats": [str],
     "images": {"sheet": str, "truths": [str], "guesses": [str]},
 }
-WORST = {
-    "round": int,
-    "defence": str,
-    "attack": str,
-    "median": float,
-    "interval": SPAN,
-    "most": float,
-    "share": float,
-    "records": int,
-}
-RESULT = {
+OUTCOME = {"leaks", "below the limit", "inconclusive", "failed"}
+LIMIT = {"psnr": float, "share": float, "found": float, "labels": float}
+GIVEN = {
     "schema": int,
     "leakgauge": str,
     "versions": Each(str),
@@ -134,43 +98,6 @@ RESULT = {
             "knowledge": Each(str),
         }
     ),
-    "verdict": Maybe(
-        {
-            "outcome": {"leaks", "below the limit", "inconclusive", "failed"},
-            "exit_code": int,
-            "headline": str,
-            "sentences": [str],
-            "risk": Maybe(RISK),
-            "limit": {"psnr": float, "share": float},
-            "worst": Maybe(WORST),
-        }
-    ),
-    "control": [
-        {
-            "attack": str,
-            "psnr": Maybe(float),
-            "baseline": Maybe(float),
-            "passed": bool,
-            "reason": Maybe(str),
-            "trial": str,
-        }
-    ],
-    "summary": [ROW],
-    "explanation": Maybe(
-        {
-            "attack": str,
-            "rungs": [
-                {
-                    "factor": str,
-                    "label": str,
-                    "median": Maybe(float),
-                    "change": Maybe(float),
-                    "trials": int,
-                }
-            ],
-            "sentence": str,
-        }
-    ),
     "sensitivity": Maybe({"noise": float, "cosine_distance": float, "words": str}),
     "trials": [TRIAL],
     "not_run": [{"id": str, "attack": str, "reason": str}],
@@ -178,20 +105,42 @@ RESULT = {
     "times": {
         "cpu_seconds": float,
         "wall_seconds": Maybe(float),
-        "forecast": Maybe({"cpu_seconds": float, "megabytes": float, "error": Maybe(float)}),
+        "forecast": Maybe(
+            {
+                "cpu_seconds": float,
+                "low?": float,
+                "high?": float,
+                "megabytes": float,
+                "error": Maybe(float),
+            }
+        ),
         "finished": Maybe(str),
     },
 }
+"""What an audit measured and was told."""
+
+TOLD = {
+    "plan": {"audit": {"limit": LIMIT}, "threat": {"actor": str, "malicious?": bool}},
+    "verdict": {"outcome": OUTCOME, "exit_code": int},
+    "control": [{"trials": [str]}],
+    "explanation": Maybe(
+        {"attack": str, "rungs": [{"factor": str, "label": str, "trials": [str]}]}
+    ),
+    "summary": [dict],
+}
+"""What is needed to derive the rest from the trials, and to see whether it agrees."""
 
 
 def load(path: Path) -> Result:
     """The result in a file, at the current version; refused in words if it is not one."""
     try:
-        return check(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+        return check(json.loads(read_plain(path).decode(), parse_constant=_no_constant))
     except FileNotFoundError:
         raise InputError(f"no result at {path}: give the path of a result.json") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the path of the result.json in it") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
@@ -213,39 +162,82 @@ def check(value: Any) -> Result:
             f"written by a newer LeakGauge: its schema is {version}, this version reads up to "
             f"{SCHEMA}; upgrade leakgauge"
         )
-    if version != SCHEMA and version not in MIGRATIONS:
-        known = ", ".join(map(str, [*MIGRATIONS, SCHEMA]))
-        raise InputError(f"schema: expected one of {known}, got {version}")
-    while version != SCHEMA:
-        value = MIGRATIONS[version](value)
-        version = value["schema"]
-    _expect(value, RESULT, "")
-    for i, row in enumerate(value["summary"]):
-        if "scores" in row or row["trials"] > row["failed"] + row["not_applicable"]:
-            _expect(row, MEASURED_ROW, f"summary[{i}]")
-    for i, trial in enumerate(value["trials"]):
+    if version < 1:
+        raise InputError(f"schema: expected 1 to {SCHEMA}, got {version}")
+    result: Result = {1: _from_1, 2: _from_2}.get(version, dict)(value)
+    _expect(result, GIVEN, "")
+    for i, trial in enumerate(result["trials"]):
         if trial["status"] == "done":
             _expect(trial, FINISHED_TRIAL, f"trials[{i}]")
             _agree(trial, f"trials[{i}]")
-    result: Result = value
-    return result
+    if version == 1:
+        return result | {"summary": _derived(result)["summary"]}
+    if version == 2:
+        return result | _derived(result)
+    _expect(result, TOLD, "")
+    return _verified(result)
+
+
+def _verified(result: Result) -> Result:
+    """The result with everything that follows from its trials derived again. Where the file says
+    something else it was edited, and is refused; another version may word or count differently,
+    but not come to another outcome."""
+    found = _derived(result)
+    same = result["leakgauge"] == __version__ and result["versions"].get("torch") == _torch()
+    told, true = result["verdict"], found["verdict"]
+    for key in ("outcome", "exit_code"):
+        if told[key] != true[key]:
+            _edited(f"verdict.{key}", f"it says {told[key]!r}, they say {true[key]!r}")
+    for key in found if same else ():
+        if result[key] != found[key]:
+            _edited(key, "its numbers or words differ")
+    return result | found
+
+
+def _edited(key: str, how: str) -> None:
+    raise InputError(
+        f"{key} does not follow from the trials in this file ({how}): it was edited; run the audit "
+        "again with --resume to write it anew"
+    )
+
+
+def _derived(result: Result) -> Result:
+    controls = [trial for entry in result["control"] for trial in entry["trials"]]
+    found = derived(
+        result["plan"], result["trials"], controls, result["explanation"], result["not_run"]
+    )
+    as_written: Result = json.loads(json.dumps(found))
+    return as_written
+
+
+def _torch() -> str:
+    return str(torch.__version__)
+
+
+def check_trial(value: Any, id_: str) -> dict[str, Any]:
+    """The trial of this id as it was written by itself; InputError names what is wrong."""
+    _expect(value, TRIAL | {"id": {id_}}, "")
+    if value["status"] == "done":
+        _expect(value, FINISHED_TRIAL, "")
+        _agree(value, "")
+    trial: dict[str, Any] = value
+    return trial
 
 
 def _from_1(old: Result) -> Result:
-    """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats."""
+    """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats. It keeps
+    none: what it measured was judged by nobody."""
     _expect(old, {"plan": {"federation": dict}, "federation": dict, "times": dict}, "")
-    _expect(old, {"summary": [dict], "trials": [dict]}, "")
+    _expect(old, {"trials": [dict]}, "")
     model = old["plan"]["federation"].get("model")
     name = model.get("name") if isinstance(model, dict) else model
     return old | {
-        "schema": 2,
+        "schema": SCHEMA,
+        "plan": _limited(old["plan"]),
         "federation": {"model": name} | old["federation"],
         "threat": None,
         "verdict": None,
         "control": [],
-        "summary": [
-            row | {"caveats": []} if "scores" in row else row for row in old["summary"]
-        ],
         "explanation": None,
         "sensitivity": None,
         "trials": [{"kind": "trial", "caveats": []} | trial for trial in old["trials"]],
@@ -255,11 +247,33 @@ def _from_1(old: Result) -> Result:
     }  # fmt: skip
 
 
-MIGRATIONS: dict[int, Callable[[Result], Result]] = {1: _from_1}
+def _from_2(old: Result) -> Result:
+    """Schema 2 judged pictures alone: its trials are judged anew, by the limits of today where its
+    plan names none. Its ladder did not say which trials it used, and is left out."""
+    _expect(old, {"plan": dict, "control": [{"trial": str}]}, "")
+    return old | {
+        "schema": SCHEMA,
+        "plan": _limited(old["plan"]),
+        "control": [{"trials": [entry["trial"]]} for entry in old["control"]],
+        "explanation": None,
+    }
+
+
+def _limited(plan: Result) -> Result:
+    """An older plan with the limits and the threat that it left to the defaults."""
+    _expect(plan, {"audit?": {"limit?": dict}}, "plan")
+    audit = plan.get("audit", {})
+    limits = {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5} | audit.get("limit", {})
+    whole = {"threat": {"actor": "server"}} | plan | {"audit": audit | {"limit": limits}}
+    _expect({"plan": whole}, {"plan": TOLD["plan"]}, "")
+    return whole
 
 
 def _agree(trial: dict[str, Any], path: str) -> None:
-    """What a shape cannot say: one score a record, a guess beside each truth, no way out of OUT."""
+    """What a shape cannot say: what the verdict reads is there, with one score per record; a guess
+    stands beside each truth; no way leads out of OUT."""
+    _expect(trial["scores"], {"psnr": list, "identified": list}, f"{path}.scores")
+    _expect(trial["baselines"]["mean image"], {"psnr": list}, f"{path}.baselines.mean image")
     tables = {"scores": trial["scores"]} | {
         f"baselines.{kind}": trial["baselines"][kind] for kind in ("mean image", "random image")
     }
@@ -267,8 +281,8 @@ def _agree(trial: dict[str, Any], path: str) -> None:
         for metric, values in table.items():
             if len(values) != trial["records"]:
                 raise InputError(
-                    f"{path}.{where}.{metric}: expected {trial['records']} numbers, one a record, "
-                    f"got {len(values)}"
+                    f"{path}.{where}.{metric}: expected {trial['records']} numbers, one per "
+                    f"record, got {len(values)}"
                 )
     pictures = trial["images"]
     truths, guesses = len(pictures["truths"]), len(pictures["guesses"])
@@ -361,7 +375,13 @@ def _text(value: str, path: str) -> None:
         _refuse(value, "text", path)
 
 
-_KINDS = {bool: "true or false", dict: "a table", int: "a whole number", str: "text"}
+_KINDS = {
+    bool: "true or false",
+    dict: "a table",
+    list: "a list",
+    int: "a whole number",
+    str: "text",
+}
 
 
 def _refuse(value: Any, expected: str, path: str) -> None:

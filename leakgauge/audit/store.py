@@ -1,4 +1,4 @@
-"""Where an audit lives on disk: one file a trial, written whole or not at all.
+"""Where an audit lives on disk: one file per trial, written whole or not at all.
 
     OUT/plan.json        the plan and its fingerprint
     OUT/trials/ID.json   one finished trial each
@@ -6,26 +6,37 @@
     OUT/result.json      everything, when the audit is done
 
 A trial counts once its JSON file is there; a killed audit therefore loses only the running trial.
-Nothing is written, nor anything replaced, before the first trial has ended.
+It carries the fingerprint of its plan: one of another plan, or one that is damaged, is not used.
+Nothing is written, nor anything replaced, before the first trial has ended. While an audit runs it
+holds a lock on OUT/.lock, which the kernel releases however the audit ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from leakgauge.errors import PlanError
-from leakgauge.files import write_json
+from leakgauge.audit.schema import check_trial
+from leakgauge.errors import InputError, PlanError
+from leakgauge.files import read_plain, write_json
+
+LOCK = ".lock"
 
 
 class Store:
     """The folder of one audit."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, fingerprint: str = ""):
         self.out = out
+        self._fingerprint = fingerprint  # of the plan whose trials these are
         self.images = out / "images"
         self.result = out / "result.json"
         self._marker = out / "plan.json"
@@ -54,9 +65,10 @@ class Store:
                     "another version): name another folder with --out, or replace it with "
                     "--overwrite"
                 )
-        elif self.out.exists() and any(self.out.iterdir()):
+        elif self.out.exists() and any(path.name != LOCK for path in self.out.iterdir()):
             raise PlanError(f"{self.out} is not empty and holds no audit: name another folder")
         self._replace = overwrite
+        self._fingerprint = fingerprint
         self._content = {"fingerprint": fingerprint, "plan": plan}
 
     def begin(self) -> None:
@@ -70,29 +82,92 @@ class Store:
             write_json(self._marker, self._content)
             self._content = None
 
-    def done(self, trial: str) -> dict[str, Any] | None:
-        """A finished trial, or None; a damaged file is no finished trial."""
-        if self._replace:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this audit alone; PlanError says who holds it otherwise. What was
+        made for the lock is gone afterwards if nothing else was written."""
+        made = [p for p in (self.out, *self.out.absolute().parents) if not p.exists()]
+        path = self.out / LOCK
+        with _lock(path) as file:
+            began = datetime.now(UTC).isoformat(timespec="seconds")
+            holder = {"process": os.getpid(), "host": platform.node(), "began": began}
+            file.truncate()
+            file.write(json.dumps(holder))
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                for folder in made:
+                    with suppress(OSError):  # it holds the audit
+                        folder.rmdir()
+
+    def done(
+        self, trial: str, say: Callable[[str], None] = lambda words: None
+    ) -> dict[str, Any] | None:
+        """A finished trial, or None. What may not be of this plan is left out: `say` is told."""
+        path = self._path(trial)
+        if self._replace or not path.exists():
             return None
         try:
-            loaded: dict[str, Any] = json.loads(self._path(trial).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            loaded = check_trial(json.loads(read_plain(path).decode()), trial)
+            if loaded.pop("fingerprint", None) != self._fingerprint:
+                raise InputError("it is of another plan")
+        except (OSError, InputError, ValueError, RecursionError) as error:
+            say(f"{path} is not used, its trial is run again: {error}")
             return None
         return loaded
 
     def keep(self, trial: str, value: dict[str, Any]) -> None:
         self.begin()
-        write_json(self._path(trial), value)
+        write_json(self._path(trial), value | {"fingerprint": self._fingerprint})
 
     def _path(self, trial: str) -> Path:
         return self.out / "trials" / f"{trial}.json"
 
 
+@contextmanager
+def _lock(path: Path) -> Iterator[IO[str]]:
+    """An exclusive lock on a file, made if it is not there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            file = path.open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break  # else the holder before us has just removed it
+            except BlockingIOError:
+                file.seek(0)
+                raise PlanError(
+                    f"{path.parent} is in use by another audit ({_holder(file.read())}): wait for "
+                    "it to end, or name another folder with --out"
+                ) from None
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be locked ({error.strerror}): name another folder with --out"
+        ) from error
+    with file:  # closing it releases the lock
+        yield file
+
+
+def _holder(text: str) -> str:
+    try:
+        found = json.loads(text)
+        return f"process {found['process']} on {found['host']}, begun {found['began']}"
+    except (ValueError, KeyError, TypeError):  # it has just taken the lock
+        return "it has just begun"
+
+
 def _fingerprint(marker: Path) -> str:
     """The plan of the audit in a folder. What is not surely an audit is never replaced."""
     try:
-        return str(json.loads(marker.read_text(encoding="utf-8"))["fingerprint"])
-    except (ValueError, KeyError, TypeError) as error:
+        return str(json.loads(read_plain(marker).decode())["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{marker} is damaged or of something else ({error}): remove the folder yourself, or "
             "name another with --out"

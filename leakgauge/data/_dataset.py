@@ -18,6 +18,7 @@ from leakgauge.errors import DataError
 from leakgauge.types import Dataset
 
 Array = Tensor | NDArray[Any]
+MOST_CLASSES = 100_000  # the largest public sets have some 20 000
 
 
 def make_dataset(
@@ -28,11 +29,18 @@ def make_dataset(
     targets = _labels(name, _tensor(name, labels))
     if len(inputs) != len(targets):
         raise DataError(
-            f"{name}: expected one label an image, got {len(inputs)} images and "
+            f"{name}: expected one label per image, got {len(inputs)} images and "
             f"{len(targets)} labels."
         )
     top = int(targets.max())
+    if max(top + 1, len(classes or ())) > MOST_CLASSES:
+        raise DataError(
+            f"{name}: expected at most {MOST_CLASSES:,} classes, got "
+            f"{max(top + 1, len(classes or ())):,} (labels are 0 to {top:,} in {len(targets):,} "
+            "records); number the classes from 0 without gaps."
+        )
     names = tuple(str(k) for k in range(top + 1)) if classes is None else tuple(classes)
+    names = tuple(c.encode(errors="replace").decode() for c in names)  # of files: may be no text
     if top >= len(names):
         raise DataError(
             f"{name}: labels must be below the number of classes ({len(names)}), got {top}; "
@@ -79,7 +87,7 @@ def _images(name: str, images: Tensor) -> Tensor:
 
 def _labels(name: str, labels: Tensor) -> Tensor:
     if labels.ndim != 1:
-        raise DataError(f"{name}: labels must be (N,), one a record, got {tuple(labels.shape)}.")
+        raise DataError(f"{name}: labels must be (N,), one per record, got {tuple(labels.shape)}.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise DataError(f"{name}: labels must be whole numbers, got {labels.dtype}.")
     labels = labels.to(torch.int64)

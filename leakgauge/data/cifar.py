@@ -27,18 +27,23 @@ from leakgauge.types import Dataset
 
 
 def cifar10(split: Split = "train", root: str | Path | None = None) -> Dataset:
-    """CIFAR-10, (50000 or 10000, 3, 32, 32); `root` holds `cifar-10-batches-py`."""
+    """CIFAR-10: colour, 32 × 32, ten classes.
+
+    (50000 or 10000, 3, 32, 32); `root` holds `cifar-10-batches-py`.
+    """
     check_split(split)
     pattern = "data_batch_[1-5]" if split == "train" else "test_batch"
     folder = find_folder("cifar10", "cifar-10-batches-py", pattern, root)
-    files = sorted(folder.glob(pattern))
+    files = sorted(file for file in folder.glob(pattern) if file.is_file())
     part = f" ({len(files)} of 5 batches)" if split == "train" and len(files) < 5 else ""
     return _load(f"cifar10 {split}{part}", files, "labels", folder / "batches.meta", "label_names")
 
 
 def cifar100(split: Split = "train", root: str | Path | None = None) -> Dataset:
-    """CIFAR-100 with its 100 fine labels, (50000 or 10000, 3, 32, 32); `root` holds
-    `cifar-100-python`."""
+    """CIFAR-100: colour, 32 × 32, with its 100 fine labels.
+
+    (50000 or 10000, 3, 32, 32); `root` holds `cifar-100-python`.
+    """
     check_split(split)
     folder = find_folder("cifar100", "cifar-100-python", split, root)
     files = [folder / split]

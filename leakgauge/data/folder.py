@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from leakgauge.data._dataset import make_dataset
-from leakgauge.data._options import as_path, check_count
+from leakgauge.data._options import as_path, check_count, check_memory
 from leakgauge.errors import DataError, PlanError
 from leakgauge.types import Dataset
 
@@ -27,7 +27,10 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")
 
 
 def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dataset:
-    """All images below `path`, (N, channels, size, size); one channel is grey."""
+    """Your own images: one sub-folder of `path` per class.
+
+    All of them, (N, channels, size, size); one channel is grey.
+    """
     check_count("size", size)
     if channels not in (1, 3):
         raise PlanError(f"channels must be 1 (grey) or 3 (colour), got {channels!r}.")
@@ -37,11 +40,12 @@ def folder(path: str | Path, size: int = 32, channels: Literal[1, 3] = 3) -> Dat
     classes = sorted(d for d in top.iterdir() if d.is_dir() and not d.name.startswith("."))
     if not classes:
         raise DataError(
-            f"folder: expected one sub-folder a class in {top}, found none "
+            f"folder: expected one sub-folder per class in {top}, found none "
             f"({len(_images(top))} images lie in it directly); move the images of each class into "
             "a sub-folder named after it (two classes at least)."
         )
     files = [(label, file) for label, d in enumerate(classes) for file in _some_images(d)]
+    check_memory("folder", len(files), (channels, size, size))
     images = np.stack([_read(file, size, channels) for _, file in files])
     labels = np.asarray([label for label, _ in files])
     return make_dataset(
@@ -78,8 +82,8 @@ def _read(file: Path, size: int, channels: int) -> NDArray[np.uint8]:
             with Image.open(file, formats=FORMATS) as image:
                 if image.mode.startswith(("I", "F")):
                     raise DataError(
-                        f"{file}: expected 8 bits a channel, got mode {image.mode}, which does not "
-                        "say which value is white; save it with 8 bits or use an npz of floats."
+                        f"{file}: expected 8 bits per channel, got mode {image.mode}, which does "
+                        "not say which value is white; save it with 8 bits or use an npz of floats."
                     )
                 upright = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
     except DataError:

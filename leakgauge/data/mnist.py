@@ -43,12 +43,18 @@ MOST = 1_000_000  # records; a larger count in a header is damage, and would fil
 
 
 def mnist(split: Split = "train", root: str | Path | None = None) -> Dataset:
-    """Handwritten digits, (60000 or 10000, 1, 28, 28)."""
+    """MNIST, handwritten digits: grey, 28 × 28.
+
+    (60000 or 10000, 1, 28, 28).
+    """
     return _load("mnist", "MNIST/raw", DIGITS, split, root)
 
 
 def fashion_mnist(split: Split = "train", root: str | Path | None = None) -> Dataset:
-    """Pieces of clothing, (60000 or 10000, 1, 28, 28)."""
+    """Fashion-MNIST, pieces of clothing: grey, 28 × 28.
+
+    (60000 or 10000, 1, 28, 28).
+    """
     return _load("fashion-mnist", "FashionMNIST/raw", CLOTHES, split, root)
 
 

@@ -21,7 +21,7 @@ from leakgauge.types import Dataset
 
 
 def npz(path: str | Path) -> Dataset:
-    """The labelled images of one npz file."""
+    """Your own labelled images in one npz file."""
     file = as_path("path", path)
     arrays = _read(file)
     for key in ("images", "labels"):
@@ -36,11 +36,12 @@ def npz(path: str | Path) -> Dataset:
 
 
 def _read(file: Path) -> dict[str, NDArray[Any]]:
+    if not file.is_file():  # a pipe, a socket or a device may never end
+        found = "something that is no plain file" if file.exists() else "none"
+        raise DataError(f"npz: expected a file at {file}, found {found}.")
     try:
         with np.load(file, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive.files}
-    except FileNotFoundError:
-        raise DataError(f"npz: expected a file at {file}, found none.") from None
     except Exception as error:  # damage in a zip or in an array's header raises anything
         raise DataError(
             f"{file}: expected a NumPy archive (npz) of plain arrays, got {error}; "

@@ -1,4 +1,4 @@
-"""Real photographs that need no download: the files inside the installed scikit-image.
+"""Real photographs that need no download: the files inside scikit-image (the extra `demo`).
 
 Ten photographs, one class each: everyday objects, an animal, people, a printed page, and two
 medical ones, a stained tissue section (`ihc`, immunohistochemistry) and the back of an eye
@@ -10,7 +10,7 @@ A record is a square crop, resized with antialiasing. Level k = 1, 2, 3, … of 
 short side s holds crops of side 2s/(k+1), half overlapping: k × k of them in a square photograph.
 Level 1 is the whole photograph, level 5 details of a third of it. Nearly constant crops (night sky,
 the middle of the fundus) are left out: a constant image would score 22 dB or more against them, a
-leak that is none. No randomness: the same records every time.
+leak only in name. No randomness: the same records every time.
 
 The files are opened by name in the package's folder. `skimage.data.*` is never called, because it
 may download with pooch.
@@ -19,7 +19,7 @@ may download with pooch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import resources
+from functools import lru_cache
 from itertools import islice, zip_longest
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from leakgauge.config import choose
+from leakgauge.config import choose, installed
 from leakgauge.data._dataset import make_dataset
 from leakgauge.data._options import check_count
 from leakgauge.errors import DataError, PlanError
@@ -51,7 +51,9 @@ CONTRAST = 0.08  # least standard deviation of a crop's brightness; -20 log10(0.
 
 
 def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dataset:
-    """Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
+    """Crops of ten photographs that need no download.
+
+    Up to `per_photo` crops of each photograph, (N, 3, size, size); large crops come first.
 
     Records alternate between the classes, so any first few show different photographs. No crop is
     enlarged: a large `size` leaves fewer, and above 191 pixels none of the smallest photograph.
@@ -61,7 +63,7 @@ def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dat
     check_count("per_photo", per_photo)
     wanted = _wanted(only)
     columns = [
-        list(islice(_crops(_open(file), size), per_photo)) if name in wanted else []
+        _first_crops(file, size, per_photo) if name in wanted else ()
         for name, file in FILES.items()
     ]
     records = [
@@ -72,7 +74,7 @@ def photos(size: int = 32, per_photo: int = 24, only: Sequence[str] = ()) -> Dat
     ]
     if not records:
         raise PlanError(
-            f"photos: no photograph has {size} pixels a side among {', '.join(wanted)}; "
+            f"photos: no photograph has {size} pixels per side among {', '.join(wanted)}; "
             "choose a smaller size."
         )
     images = np.stack([crop for _, crop in records]).transpose(0, 3, 1, 2)
@@ -88,14 +90,20 @@ def _wanted(only: Sequence[str]) -> Sequence[str]:
     return only or tuple(FILES)
 
 
+@lru_cache(maxsize=4 * len(FILES))  # reading the files takes half a second
+def _first_crops(file: str, size: int, count: int) -> tuple[NDArray[np.uint8], ...]:
+    return tuple(islice(_crops(_open(file), size), count))
+
+
 def _open(file: str) -> Image.Image:
+    folder = installed("skimage", "demo", "the data set 'photos'") / "data"
     try:
-        with (resources.files("skimage") / "data" / file).open("rb") as stream:
+        with (folder / file).open("rb") as stream:
             return Image.open(stream, formats=("PNG", "JPEG")).convert("RGB")
-    except (OSError, ModuleNotFoundError) as error:
+    except OSError as error:
         raise DataError(
-            f"photos: expected {file} in the `data` folder of the installed scikit-image, got "
-            f"{error}; reinstall it with `pip install --force-reinstall scikit-image`."
+            f"photos: expected {file} in {folder}, got {error}; reinstall the package with "
+            "`pip install --force-reinstall scikit-image`."
         ) from error
 
 

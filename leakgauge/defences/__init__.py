@@ -1,4 +1,4 @@
-"""What a client does to the update before it leaves: one file a method."""
+"""What a client does to the update before it leaves: one file per method."""
 
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise

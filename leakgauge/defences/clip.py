@@ -24,6 +24,8 @@ from leakgauge.types import Named
 
 @dataclass(frozen=True)
 class Clip:
+    """Limits the length of the update."""
+
     norm: float = 1.0
     scope: Literal["whole", "layer"] = "whole"
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 from scipy.optimize import brentq
-from scipy.stats import norm as gaussian
+from scipy.special import log_ndtr, ndtr
 
 from leakgauge.defences.clip import clipped
 from leakgauge.types import Named
@@ -31,6 +31,8 @@ from leakgauge.types import Named
 
 @dataclass(frozen=True)
 class ClipAndNoise:
+    """Limits the update and adds noise for a chosen (ε, δ)."""
+
     epsilon: float = 100.0
     delta: float = 1e-5
     norm: float = 1.0
@@ -64,6 +66,6 @@ def gaussian_sigma(epsilon: float, delta: float) -> float:
         sigma = math.exp(log_sigma)
         near, far = 1 / (2 * sigma) - epsilon * sigma, -1 / (2 * sigma) - epsilon * sigma
         # e^ε·Φ(far) in logarithms: e^ε alone overflows for the ε that papers sweep.
-        return float(gaussian.cdf(near) - math.exp(epsilon + gaussian.logcdf(far)) - delta)
+        return float(ndtr(near) - math.exp(epsilon + log_ndtr(far)) - delta)
 
     return math.exp(brentq(excess, math.log(1e-9), math.log(1e9), xtol=1e-12))

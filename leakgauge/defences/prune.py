@@ -18,6 +18,8 @@ from leakgauge.types import Named
 
 @dataclass(frozen=True)
 class Prune:
+    """Sends only the largest entries of the update."""
+
     share: float = 0.9
     scope: Literal["layer", "whole"] = "layer"
 

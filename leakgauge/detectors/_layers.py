@@ -72,7 +72,7 @@ def fitted(batch: Batch, model: nn.Module) -> Batch:
 
 
 def matrices(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Every parameter of two dimensions or more as rows (one a unit or filter), with its bias.
+    """Every parameter of two dimensions or more as rows (one per unit or filter), with its bias.
 
     Queries, keys and values that share one tensor (three times as many rows as columns) come apart:
     an attack may change one of them only.

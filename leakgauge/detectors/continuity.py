@@ -40,6 +40,8 @@ from leakgauge.types import Detection, Received
 
 @dataclass(frozen=True)
 class Continuity:
+    """Is the model a small step away from the last one?"""
+
     threshold: float = 5.0
     drift: float = 3.0
     settled: int = 3  # rounds after the anchor from which drift is tested

@@ -6,7 +6,7 @@ F. Wang, B. Li: "Hear No Evil", https://arxiv.org/abs/2506.20651
 
 over the weights of all linear layers and convolutions: is one record's gradient larger than all
 others together? With batch norm in train mode a record's loss depends on the whole batch, and so
-does its gradient: one backward pass a record. The probe has the fast form.
+does its gradient: one backward pass per record. The probe has the fast form.
 
 Needs: the received model and 16 records or more, in the mode in which the client trains: a fished
 batch-norm network scores 1e5 in train mode and .5 in eval mode.
@@ -31,6 +31,8 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class DSNR:
+    """Is one record's gradient larger than all others together?"""
+
     threshold: float = 1.0
     records: int = 64
     least: int = 16

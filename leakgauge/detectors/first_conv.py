@@ -28,6 +28,8 @@ from leakgauge.types import Detection, Received
 
 @dataclass(frozen=True)
 class FirstConv:
+    """Does a filter of the first convolution copy the image?"""
+
     threshold: float = 1.0
     fan_in: int = 27
 

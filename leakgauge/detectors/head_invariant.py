@@ -28,6 +28,8 @@ from leakgauge.types import Detection, Received
 
 @dataclass(frozen=True)
 class HeadInvariant:
+    """Has the last layer kept what honest SGD keeps?"""
+
     threshold: float = 1e-3
 
     def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]:

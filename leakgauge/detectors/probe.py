@@ -62,6 +62,8 @@ ALIKE = 0.98
 
 @dataclass(frozen=True)
 class Probe:
+    """Would one training step isolate single records?"""
+
     isolation: float = 0.2
     manipulated: float = 0.5  # isolation above it, in a model at chance, is no honest leak
     bins: float = 0.1

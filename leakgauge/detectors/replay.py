@@ -21,6 +21,8 @@ from leakgauge.types import Detection, Received
 
 @dataclass(frozen=True)
 class Replay:
+    """Is it a model of an earlier round, sent again?"""
+
     threshold: float = 0.0
 
     def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]:

@@ -28,6 +28,8 @@ from leakgauge.types import Detection, Received
 
 @dataclass(frozen=True)
 class Structure:
+    """Are these weights for the agreed network, nothing else?"""
+
     threshold: float = 0.0
 
     def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]:

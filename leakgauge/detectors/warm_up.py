@@ -47,6 +47,8 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class WarmUp:
+    """Do the first training steps look as in earlier rounds?"""
+
     threshold: float | None = None  # of the reading: 30 carried, 4000 printed
     reading: Literal["carried", "printed"] = "carried"
     rounds: int = 3  # accepted ones, from which the record is used

@@ -18,7 +18,7 @@ accepted model (a pruned one) is exempt from that test.
 
 Needs: the received model; neither data nor history.
 Cheap because only the *share* of duplicate rows matters: up to 256 rows, drawn by `rng`, are
-compared with all rows in a sketch of 64 numbers a row (columns summed under random signs, which
+compared with all rows in a sketch of 64 numbers per row (columns summed under random signs, which
 keeps inner products), and the four nearest of each are compared exactly. A row that is counted is
 a duplicate for certain; one that is not counted would need a sketch off by seven standard
 deviations; and the share of a sample of 256 is within .1 of that of all rows but once in a
@@ -44,6 +44,8 @@ Test = Callable[[Tensor, Tensor | None], float | None]
 
 @dataclass(frozen=True)
 class Weights:
+    """Do the weights look written by hand?"""
+
     duplicate_rows: float = 0.5
     zero_rows: float = 0.5
     near_zero_entries: float = 0.5

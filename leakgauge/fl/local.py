@@ -58,6 +58,46 @@ def loss(
     return F.cross_entropy(logits(model, values, inputs, training, step), labels)
 
 
+def attempt(
+    model: nn.Module,
+    values: Mapping[str, Tensor],
+    inputs: Tensor,
+    labels: Tensor,
+    training: LocalTraining,
+    step: int = 0,
+) -> Tensor:
+    """The loss, of which some parameter has a gradient; or in words why this model has none. It is
+    the user's: whatever its forward raises becomes an InputError."""
+    where = f"the model, in local training on a batch of {len(inputs)}"
+    try:
+        out: object = logits(model, values, inputs, training, step)
+    except (Exception, SystemExit) as error:
+        hint = ""
+        if "more than 1 value per channel" in str(error):  # PyTorch's own words
+            hint = (
+                " Batch norm in train mode needs more than one value per channel: raise batch_size "
+                'so that no batch has a single record, or set batch_norm = "eval".'
+            )
+        raise InputError(f"{where}, failed ({type(error).__name__}: {error}).{hint}") from error
+    if not isinstance(out, Tensor):
+        raise InputError(
+            f"{where}, gave a {type(out).__name__}. Expected logits, a tensor (records, classes): "
+            "let forward return them alone."
+        )
+    most = int(labels.max()) + 1
+    if out.dim() != 2 or len(out) != len(inputs) or out.shape[1] < most:
+        raise InputError(
+            f"{where}, gave a tensor {tuple(out.shape)}. Expected logits ({len(inputs)}, classes) "
+            f"for at least {most} classes."
+        )
+    if not out.requires_grad:
+        raise InputError(
+            f"{where}, gave logits of which no trained parameter has a gradient. Leave detach() "
+            "and no_grad() out of its forward, at least behind a trained layer."
+        )
+    return F.cross_entropy(out, labels)
+
+
 def logits(
     model: nn.Module,
     values: Mapping[str, Tensor],
@@ -236,6 +276,8 @@ def train(
     if isinstance(defence, BatchDefence):
         batch = defence.on_batch(batch, rng)
     before = parameters(model)
+    if not before:
+        raise InputError("the model has no trainable parameter: a client would send no update")
     model = ready(model, training)
     names = list(before)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -243,7 +285,9 @@ def train(
     for step, chosen in enumerate(minibatches(len(batch), training, rng)):
         weights = [w.detach().requires_grad_() for w in state.weights]
         values = dict(zip(names, weights, strict=True)) | buffers
-        objective = loss(model, values, batch.inputs[chosen], batch.labels[chosen], training, step)
+        objective = attempt(
+            model, values, batch.inputs[chosen], batch.labels[chosen], training, step
+        )
         gradient: Sequence[Tensor] = torch.autograd.grad(
             objective,
             weights,

@@ -32,8 +32,10 @@ class Iid:
 
 @dataclass(frozen=True)
 class LabelSkew:
-    """Every client holds records of `classes` classes only; a class is shared out evenly among
-    the clients that hold it."""
+    """Every client holds records of `classes` classes only.
+
+    A class is shared out evenly among the clients that hold it.
+    """
 
     classes: int = 2
 
@@ -46,7 +48,7 @@ class LabelSkew:
         total = len(data.classes)
         if self.classes > total:
             raise InputError(
-                f"label skew of {self.classes} classes a client, but {data.name} has {total}"
+                f"label skew of {self.classes} classes per client, but {data.name} has {total}"
             )
         order = torch.randperm(total, generator=rng).tolist()
         # Walking round the circle of classes uses each about equally often.
@@ -87,8 +89,11 @@ class QuantitySkew:
 
 @dataclass(frozen=True)
 class FeatureSkew:
-    """Records are ranked by total variation and cut into `groups` percentile groups; client k
-    draws from group k mod `groups` (group 0 holds the simplest images)."""
+    """Some clients hold simple images, others detailed ones.
+
+    Records are ranked by total variation and cut into `groups` percentile groups; client k draws
+    from group k mod `groups` (group 0 holds the simplest images).
+    """
 
     groups: int = 5
 
@@ -112,7 +117,10 @@ class FeatureSkew:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is divided in proportions from Dirichlet(alpha): small alpha, strong skew."""
+    """Each class is divided in proportions from Dirichlet(alpha).
+
+    A small alpha is a strong skew.
+    """
 
     alpha: float = 0.5
 

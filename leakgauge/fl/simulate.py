@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from leakgauge.errors import InputError
 from leakgauge.fl import aggregate
-from leakgauge.fl.local import minibatches, train
+from leakgauge.fl.local import attempt, minibatches, ready, train
+from leakgauge.fl.model import plain
 from leakgauge.fl.partition import Iid, Partition
 from leakgauge.tensors import check_like, parameters, weighted_mean
 from leakgauge.types import (
@@ -74,23 +75,25 @@ def simulate(
     return _play(scenario, model, shards, scenario.rounds, rng)[0]
 
 
-def target(round_: Round, public: Dataset | None = None) -> Target:
-    """What a malicious server holds before this round. Nothing in it comes from a client."""
+def target(round_: Round, public: Dataset | None = None, victims: Sequence[int] = (0,)) -> Target:
+    """What a malicious server holds before this round. Nothing in it comes from a client but the
+    number of records, of those `victims` whose update it will read: one client, or all of them
+    behind an aggregate, whose training then looks like that of one client with all batches."""
+    training = round_.training
     return Target(
         model=copy.deepcopy(round_.model),
         shape=round_.shape,
         classes=round_.classes,
-        training=round_.training,
-        records=round_.sizes[0],
+        training=replace(training, batch_size=training.batch_size * len(victims)),
+        records=sum(round_.sizes[k] for k in victims),
         clients=len(round_.truths),
         public=public,
     )
 
 
-def tampered(
-    round_: Round, sent: Tampered, rng: torch.Generator, defence: Defence | None = None
-) -> Round:
-    """The same round, had the server sent `sent`: the same clients, records and training."""
+def tampered(round_: Round, sent: Tampered, rng: torch.Generator, victim: int = 0) -> Round:
+    """The same round, had the server sent `sent`: the same clients, records, training, defence and
+    server. Its `model` is the one that the `victim` got."""
     clients = len(round_.truths)
     models = sent.models * clients if len(sent.models) == 1 else sent.models
     if len(models) != clients:
@@ -98,14 +101,15 @@ def tampered(
             f"the attack made {len(models)} models for {clients} clients: expected one, or one each"
         )
     trained = [
-        train(model, truth, round_.training, rng, defence)
+        train(model, truth, round_.training, rng, round_.defence)
         for model, truth in zip(models, round_.truths, strict=True)
     ]
     updates = tuple(one.update for one in trained)
-    after = aggregate.step(parameters(models[0]), updates, round_.weights, 1.0)
+    model = models[victim]
+    after = aggregate.step(parameters(model), updates, round_.weights, round_.server_lr)
     return replace(
         round_,
-        model=copy.deepcopy(models[0]),
+        model=copy.deepcopy(model),
         updates=updates,
         after=after,
         secret=sent.secret,
@@ -117,7 +121,29 @@ def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
     seed = int(torch.randint(0, 2**62, (), generator=rng))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return copy.deepcopy(scenario.make_model())  # it may return the user's own
+        model = plain(scenario.make_model(), "make_model()")
+        _try_out(model, scenario)
+    return model
+
+
+def _try_out(model: nn.Module, scenario: Scenario) -> None:
+    """One step of local training on the smallest batch that a client meets, of blank records: what
+    is wrong with the model is said before anything is run."""
+    training, data = scenario.training, scenario.data
+    records = _records(scenario, len(data))
+    size = max(1, min(training.batch_size, records))
+    count = records % size or size
+    blank = data.inputs.new_zeros(count, *data.inputs.shape[1:])
+    labels = data.labels.new_full((count,), len(data.classes) - 1)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError(
+                f"make_model() gave a model whose lazy {name!r} has no size yet: call the model on "
+                "a batch of images once before you return it"
+            )
+    live = ready(model, training)
+    values = {name: p.requires_grad_() for name, p in parameters(model).items()}
+    attempt(live, values | dict(live.named_buffers()), blank, labels, training)
 
 
 def _records(scenario: Scenario, held: int) -> int:
@@ -193,4 +219,6 @@ def _play(
         shape=(channels, height, width),
         classes=len(data.classes),
         index=index,
+        server_lr=scenario.server_lr,
+        defence=scenario.defence,
     ), means

@@ -216,7 +216,7 @@ def federations(quick: bool) -> list[Federation]:
     noised = [
         Federation(host, epsilon=epsilon, rounds=3) for host in hosts for epsilon in (1e3, 1e5)
     ]
-    # One step of eight records a round: the only training that SEER can read.
+    # One step of eight records per round: the only training that SEER can read.
     joint = Federation("strided", "sgd", "iid", attacks=True, steps=1, batch=8, every=True)
     ahead = len(FIRST) * len(hosts)
     return [*plain[:ahead], *special, *plain[ahead:], *noised, joint]

@@ -14,6 +14,7 @@ from typing import Any
 
 from scipy.stats import beta
 
+from leakgauge.config import optional
 from leakgauge.files import write_atomic, write_json
 
 Records = list[dict[str, Any]]
@@ -273,8 +274,7 @@ def write(result: dict[str, Any], records: Records, out: Path) -> None:
 
 def figure(records: Records, path: Path) -> None:
     """Every score as a multiple of its threshold: honest rounds above, attacks below."""
-    from matplotlib.figure import Figure  # slow to import; without pyplot, no backend is chosen
-
+    drawing = optional("matplotlib.figure", "figures", "the figure of the evaluation")
     benign = _lines(records, "benign")
     attacked = [line for line in _lines(records, "attacked") if line["decision"]]
     names = [
@@ -282,7 +282,7 @@ def figure(records: Records, path: Path) -> None:
         for test in _names(benign + attacked)
         if test != "structure" and _threshold(test, benign + attacked) > 0
     ]
-    page = Figure(figsize=(9, 0.5 * len(names) + 1.2), layout="constrained")
+    page = drawing.Figure(figsize=(9, 0.5 * len(names) + 1.2), layout="constrained")
     axes = page.subplots()
     groups = (
         ("honest", benign, "#2b6cb0", -0.26),

@@ -1,9 +1,11 @@
-"""How close a guess is to the truth: one score a sample, never pooled over a batch.
+"""How close a guess is to the truth: one score per sample, never pooled over a batch.
 
 A metric is a function `(guess, truth) -> (N,)`; `assign` pairs the two first, `baselines` makes
-the guesses to beat, `bootstrap` says how far a summary can be trusted. LPIPS is not in `METRICS`
-because it needs a file of weights: `load_lpips` makes it.
+the guesses to beat, `bootstrap` says how far a summary can be trusted. LPIPS needs a file of
+weights: it stands in `LOADED`, by the function that makes it.
 """
+
+from collections.abc import Callable
 
 from leakgauge.metrics import assign, baselines, bootstrap
 from leakgauge.metrics.identify import reidentified
@@ -21,6 +23,7 @@ from leakgauge.metrics.ssim import ssim
 from leakgauge.types import Metric
 
 __all__ = [
+    "LOADED",
     "METRICS",
     "PSNR_CAP",
     "Risk",
@@ -44,3 +47,6 @@ METRICS: dict[str, Metric] = {
     "psnr": psnr,
     "ssim": ssim,
 }
+
+LOADED: dict[str, Callable[[], Metric]] = {"lpips": load_lpips}
+"""Metrics that read a file first, by what reads it."""

@@ -6,7 +6,7 @@ the interval runs from the (1 − level)/2 to the (1 + level)/2 quantile of the 
 
 Facts:
 - The scores are taken as independent. Images of one batch, or of one model draw, are not: where
-  you can, pass one score a trial.
+  you can, pass one score per trial.
 - It knows only the scores it was given, so it stays inside their range, and with few of them
   (below about ten) it is too narrow. One score gives an interval of no width, not certainty.
 """

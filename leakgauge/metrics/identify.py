@@ -43,7 +43,7 @@ def reidentified(
         )
     if truth_index.shape != guess.shape[:1] or truth_index.dtype != torch.int64:
         raise InputError(
-            f"truth_index: expected {len(guess)} integers (int64), one a guess, got "
+            f"truth_index: expected {len(guess)} integers (int64), one per guess, got "
             f"{truth_index.dtype} of shape {tuple(truth_index.shape)}"
         )
     truth_index = truth_index.cpu()

@@ -6,7 +6,7 @@ labels drawn independently from a class prior: uniform, or the frequencies of a 
 
 from __future__ import annotations
 
-from scipy.stats import binom
+from scipy.special import bdtrc
 from torch import Tensor
 
 from leakgauge.errors import InputError
@@ -30,5 +30,5 @@ def chance(truth: Tensor, prior: Tensor) -> float:
     total = len(truth)
     expected = 0.0
     for label, count in enumerate(truth.bincount(minlength=len(prior)).tolist()):
-        expected += sum(float(binom.sf(k, total, float(prior[label]))) for k in range(count))
+        expected += sum(float(bdtrc(k, total, float(prior[label]))) for k in range(count))
     return expected / total

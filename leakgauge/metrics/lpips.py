@@ -67,7 +67,10 @@ AT_ONCE = 64  # images through the trunk together: bounds memory, changes no sco
 
 
 def load_lpips(weights: str | Path | None = None) -> Metric:
-    """The LPIPS metric, with its weights read from disk once."""
+    """Difference as people see it; needs a file of weights.
+
+    They are read from disk once.
+    """
     named = _read(_locate(weights))
 
     def lpips(guess: Tensor, truth: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Facts:
 - Identical images score 150 dB, never infinity, so scores stay averageable and fit in JSON.
   Rounding an image to float32 alone leaves about 158 dB: beyond the cap there is little to tell.
 - The affine fit reads the truth: it is evaluation only. It answers whether the *content* leaked
-  where the update does not carry contrast (batch norm in train mode). One a and one b a sample,
+  where the update does not carry contrast (batch norm in train mode). One a and one b per sample,
   for all channels jointly; a may be negative, for a photographic negative shows its subject.
 - The affine PSNR of any guess, even a constant one, is at least that of the truth's own mean
   grey. Compare it only with the affine PSNR of a no-information guess, never with plain PSNR.
@@ -30,18 +30,27 @@ PSNR_CAP = 150.0
 
 
 def mse(guess: Tensor, truth: Tensor) -> Tensor:
-    """Mean squared error of each sample: (N,), float64."""
+    """Mean squared error per image: lower is closer.
+
+    (N,), float64.
+    """
     guess, truth = checked_pair(guess, truth)
     return (guess - truth).square().flatten(1).mean(1)
 
 
 def psnr(guess: Tensor, truth: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each sample in decibels, at most `PSNR_CAP`: (N,), float64."""
+    """Peak signal-to-noise ratio per image, in dB: higher is closer.
+
+    At most `PSNR_CAP`: (N,), float64.
+    """
     return _decibels(mse(guess, truth))
 
 
 def affine_psnr(guess: Tensor, truth: Tensor) -> Tensor:
-    """PSNR of each sample after its best scale and shift, at most `PSNR_CAP`: (N,), float64."""
+    """PSNR per image after its best change of brightness and contrast.
+
+    At most `PSNR_CAP`: (N,), float64.
+    """
     guess, truth = checked_pair(guess, truth)
     content, target = _content(guess), _centred(truth)
     scale = (content * target).sum(1, keepdim=True) / _energy(content)

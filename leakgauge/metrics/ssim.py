@@ -33,7 +33,10 @@ C1, C2 = 0.01**2, 0.03**2
 
 
 def ssim(guess: Tensor, truth: Tensor) -> Tensor:
-    """Structural similarity of each sample, 1 for identical images: (N,), float64."""
+    """Structural similarity per image: 1 for identical images.
+
+    (N,), float64.
+    """
     x, y = checked_pair(guess, truth)
     mean_x, mean_y, mean_xx, mean_yy, mean_xy = map(_blur, (x, y, x * x, y * y, x * y))
     covariance = mean_xy - mean_x * mean_y

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leakgauge.config import choose, did_you_mean, imported
 from leakgauge.errors import InputError, PlanError
+from leakgauge.fl.model import plain
 from leakgauge.models.checkpoint import load, save
 from leakgauge.models.densenet import densenet_121
 from leakgauge.models.init import INITS
@@ -72,7 +73,7 @@ def make(
     with torch.random.fork_rng(devices=[]):
         stream = torch.default_generator.manual_seed(seed)  # torch.manual_seed reseeds GPUs too
         if own:
-            model = _built(name, build, arguments)
+            model = plain(_built(name, build, arguments), f"The model {name!r}")
             _try_out(name, model, shape, classes)
         else:
             model = build(**arguments)
@@ -107,17 +108,14 @@ def _arguments(
     return {key: value for key, value in sizes.items() if key in names} | options
 
 
-def _built(name: str, build: Callable[..., Any], arguments: dict[str, Any]) -> nn.Module:
+def _built(name: str, build: Callable[..., Any], arguments: dict[str, Any]) -> object:
     try:
-        model = build(**arguments)
-    except Exception as error:  # whatever the user's code raises
+        return build(**arguments)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise PlanError(
             f"The model {name!r} could not be built with {sorted(arguments)} "
             f"({type(error).__name__}: {error})."
         ) from error
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"The model {name!r} gave a {type(model).__name__}, expected an nn.Module.")
-    return model
 
 
 def _try_out(name: str, model: nn.Module, shape: tuple[int, int, int], classes: int) -> None:
@@ -128,7 +126,7 @@ def _try_out(name: str, model: nn.Module, shape: tuple[int, int, int], classes: 
     try:
         with torch.no_grad():
             logits = model.eval()(blank)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise InputError(
             f"The model {name!r} failed on two blank images ({type(error).__name__}: {error}). "
             f"Expected {wanted}, in float32 on the CPU."
@@ -138,6 +136,6 @@ def _try_out(name: str, model: nn.Module, shape: tuple[int, int, int], classes: 
             layer.training = mode
     got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if got != (2, classes):
-        raise InputError(f"The model {name!r} gave {got}. Expected {wanted}.")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(f"The model {name!r} has no trainable parameter: there is no update.")
+        raise InputError(
+            f"The model {name!r} gave {got}. Expected {wanted}: let forward return logits alone."
+        )

@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def _group_norm(channels: int) -> nn.Module:
-    """At most 32 groups, with two channels or more each: one a group erases a 1 × 1 map."""
+    """At most 32 groups, with two channels or more each: one per group erases a 1 × 1 map."""
     groups = (g for g in (32, 16, 8, 4, 2) if channels % g == 0 and channels >= 2 * g)
     return nn.GroupNorm(next(groups, 1), channels)
 

@@ -55,6 +55,7 @@ def densenet_121(
     norm: str = "batch",
     activation: str = "relu",
 ) -> nn.Module:
+    """DenseNet with 121 layers."""
     large = choose(STEMS, stem, "stem")
     check_sides(f"densenet-121 with the {stem} stem", shape, 32 if large else 8)
     norm_of = choose(NORMS, norm, "norm")

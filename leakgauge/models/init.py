@@ -68,6 +68,7 @@ def _layerwise(
 
 
 def _kaiming_normal_fan_in(model: nn.Module, rng: torch.Generator) -> None:
+    """Normal, scaled to the inputs of each layer."""
     _layerwise(
         model,
         (*CONVOLUTIONS, nn.Linear),
@@ -76,6 +77,7 @@ def _kaiming_normal_fan_in(model: nn.Module, rng: torch.Generator) -> None:
 
 
 def _kaiming_normal_fan_out(model: nn.Module, rng: torch.Generator) -> None:
+    """Normal, scaled to the outputs of each convolution."""
     _layerwise(
         model,
         CONVOLUTIONS,
@@ -84,6 +86,7 @@ def _kaiming_normal_fan_out(model: nn.Module, rng: torch.Generator) -> None:
 
 
 def _kaiming_uniform_fan_in(model: nn.Module, rng: torch.Generator) -> None:
+    """Uniform, scaled to the inputs of each layer."""
     _layerwise(
         model,
         (*CONVOLUTIONS, nn.Linear),
@@ -92,6 +95,7 @@ def _kaiming_uniform_fan_in(model: nn.Module, rng: torch.Generator) -> None:
 
 
 def _kaiming_uniform_fan_out(model: nn.Module, rng: torch.Generator) -> None:
+    """Uniform, scaled to the outputs of each convolution."""
     _layerwise(
         model,
         CONVOLUTIONS,
@@ -100,10 +104,12 @@ def _kaiming_uniform_fan_out(model: nn.Module, rng: torch.Generator) -> None:
 
 
 def _orthogonal(model: nn.Module, rng: torch.Generator) -> None:
+    """Orthogonal rows in every layer."""
     _layerwise(model, (*CONVOLUTIONS, nn.Linear), lambda w: nn.init.orthogonal_(w, generator=rng))
 
 
 def _wide_uniform(model: nn.Module, rng: torch.Generator) -> None:
+    """Uniform in [−0.5, 0.5] everywhere."""
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5, generator=rng)
 

@@ -74,6 +74,7 @@ def mobilenet_v2(
     activation: str = "relu6",
     dropout: float = 0.2,
 ) -> nn.Module:
+    """MobileNetV2, small and deep."""
     check_sides("mobilenet-v2", shape, 8)
     large = choose(STEMS, stem, "stem")
     norm_of = choose(NORMS, norm, "norm")

@@ -64,6 +64,7 @@ def resnet(
     norm: str = "batch",
     activation: str = "relu",
 ) -> nn.Module:
+    """ResNet of basic blocks."""
     check_sides("A ResNet", shape, 8)
     large = choose(STEMS, stem, "stem")
     norm_of = choose(NORMS, norm, "norm")
@@ -115,6 +116,7 @@ def resnet_9(
     norm: str = "batch",
     activation: str = "relu",
 ) -> nn.Module:
+    """ResNet with 9 layers."""
     check_sides("resnet-9", shape, 8)
     norm_of = choose(NORMS, norm, "norm")
     act = choose(ACTIVATIONS, activation, "activation")

@@ -42,6 +42,7 @@ def mlp(
     hidden: Sequence[int] = (256,),
     activation: str = "relu",
 ) -> nn.Module:
+    """Fully connected layers of any widths."""
     if not isinstance(hidden, list | tuple):
         raise PlanError(f"hidden must be a list of widths such as [256, 64], got {hidden!r}.")
     act = choose(ACTIVATIONS, activation, "activation")
@@ -58,6 +59,7 @@ def mlp(
 def lenet_zhu(
     shape: tuple[int, int, int], classes: int, *, activation: str = "sigmoid"
 ) -> nn.Module:
+    """The small convolutional network of the DLG paper."""
     channels, height, width = shape
     act = choose(ACTIVATIONS, activation, "activation")
     body = nn.Sequential(
@@ -81,6 +83,7 @@ def lenet_5(
     pool: str = "average",
     padding: int = 2,
 ) -> nn.Module:
+    """LeNet-5 (LeCun 1998)."""
     channels, height, width = shape
     act = choose(ACTIVATIONS, activation, "activation")
     pool_of = choose(POOLS, pool, "pool")
@@ -114,6 +117,7 @@ def cnn(
     hidden: int = 256,
     activation: str = "relu",
 ) -> nn.Module:
+    """Two convolutions and two fully connected layers."""
     inputs, height, width = shape
     act = choose(ACTIVATIONS, activation, "activation")
     layers: OrderedDict[str, nn.Module] = OrderedDict(
@@ -137,6 +141,7 @@ def convnet(
     norm: str = "batch",
     activation: str = "relu",
 ) -> nn.Module:
+    """The ConvNet of the Inverting Gradients paper."""
     check_sides("convnet", shape, 9)
     inputs, image_height, image_width = shape
     norm_of = choose({**NORMS, "none": None}, norm, "norm")

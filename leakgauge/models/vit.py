@@ -80,6 +80,8 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    """Vision transformer on square patches."""
+
     def __init__(
         self,
         shape: tuple[int, int, int],
@@ -96,7 +98,7 @@ class VisionTransformer(nn.Module):
         act = choose(ACTIVATIONS, activation, "activation")
         if whole("dim", dim) % whole("heads", heads):
             raise PlanError(f"dim must be a multiple of heads, got dim {dim} and heads {heads}.")
-        # One patch a side would leave attention nothing to attend to.
+        # One patch per side would leave attention nothing to attend to.
         check_sides(f"A ViT with patches of {patch}", shape, 2 * whole("patch", patch))
         if height % patch or width % patch:
             raise InputError(

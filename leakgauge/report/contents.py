@@ -10,11 +10,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from leakgauge.audit.advice import defended, what_leaks
+from leakgauge.audit.summary import capped
 from leakgauge.errors import InputError
 from leakgauge.report.wording import (
     MOST_LISTED,
     NOTHING,
     SPACE,
+    brief,
     count,
     decibels,
     listed,
@@ -24,7 +27,6 @@ from leakgauge.report.wording import (
     table,
     tables,
     toml,
-    wilson,
 )
 
 Result: TypeAlias = dict[str, Any]
@@ -34,10 +36,11 @@ Images: TypeAlias = Literal["show", "blur", "hide"]
 
 REALISM = {
     "realistic": "the attacker holds only what the protocol shows anyway",
+    "active": "the attacker changes the model that clients receive",
     "informed": "the attacker holds more, of a kind that a determined one could obtain",
     "oracle": "the attacker was told truths that none would have: an upper bound",
 }
-JUDGED = ("realistic", "informed")
+JUDGED = ("realistic", "active", "informed")
 """The verdict rests on these alone."""
 
 ACTORS = {
@@ -77,6 +80,7 @@ OUTCOMES = {
     "failed": "Failed",
 }
 NO_VERDICT = "No verdict"
+NOT_APPLICABLE = "does not apply"
 
 
 def check_images(images: str) -> None:
@@ -89,11 +93,12 @@ def check_images(images: str) -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of the first page."""
+    """A number of the first page: what it says in plain words, and what it is measured against."""
 
     label: str
     value: str
     note: str
+    against: str
 
 
 def outcome(result: Result) -> str:
@@ -110,71 +115,154 @@ def headline(result: Result) -> str:
 def risk_level(result: Result) -> str | None:
     """The risk in a word, where the strongest attack did better than a mean image."""
     worst = table(result, "verdict", "worst")
-    row = _row_of(result, worst) if worst else {}
-    if "scores" in row and not above_baseline(row):
+    if not worst or not above_baseline(_row_of(result, worst)):
         return None
-    level: str | None = table(result, "verdict").get("risk")
-    return level
+    return str(result["verdict"]["risk"])
 
 
 def key_figures(result: Result) -> list[Figure]:
-    """What an officer reads first: typical and worst leak, how many records, their labels."""
+    """What an officer reads first: what was recovered, recognised and read, and how well."""
     worst = table(result, "verdict", "worst")
     if not worst:
         return []
-    row = _row_of(result, worst)
-    limit = result["verdict"]["limit"]
-    base = row.get("baselines", {}).get("mean image", {}).get("psnr")
-    figures = [
-        Figure(
-            "Typical leak",
-            decibels(worst["median"]),
-            f"median PSNR of the strongest attack; 95{SPACE}% interval {span(worst['interval'])} dB"
-            + (f"; a mean image scores {decibels(base)}" if base is not None else ""),
+    kinds, limit = result["verdict"]["kinds"], result["verdict"]["limit"]
+    base = baseline(_row_of(result, worst))
+    return [
+        *(
+            Figure(KINDS[kind], _share(leak), _meaning(kind, leak, limit), _measured(leak))
+            for kind, leak in kinds.items()
         ),
         Figure(
-            "Worst record",
-            decibels(worst["most"]),
-            f"the highest of {count(worst['records'], 'record')}: more records can only raise it",
+            "Typical picture",
+            capped(worst["median"]),
+            "median likeness (PSNR) of the strongest attack's pictures",
+            f"a mean picture, which shows nothing of the record, has {capped(base)}",
+        ),
+        Figure(
+            "Worst picture",
+            capped(worst["most"]),
+            f"the picture most like its record, of {worst['records']:,}",
+            "attacking more records can only raise it",
         ),
     ]
-    if worst["records"]:
-        low, high = wilson(worst["share"], worst["records"])
-        figures.append(
-            Figure(
-                "Records that leak",
-                percent(worst["share"]),
-                f"95{SPACE}% interval {percent(low)} to {percent(high)}; the limit is "
-                f"{percent(limit['share'])} of the records at {limit['psnr']:g}{SPACE}dB",
-            )
-        )
-    if labels := row.get("labels"):
-        figures.append(
-            Figure(
-                "Labels read",
-                percent(labels["accuracy"]),
-                f"guessing at random gives {percent(labels['random'])}, guessing by class "
-                f"frequency {percent(labels['class prior'])}",
-            )
-        )
-    return figures
 
 
-def strongest_setting(result: Result) -> str | None:
-    """Where the first page's numbers come from."""
-    worst = table(result, "verdict", "worst")
-    if not worst:
-        return None
-    realism = _row_of(result, worst).get("realism")
-    return f"{worst['attack']}, defence {worst['defence']}, round {worst['round']}" + (
-        f" ({realism} attacker)" if realism else ""
+KINDS = {
+    "pictures": "Pictures recovered",
+    "found": "Records recognised",
+    "labels": "Labels read",
+}
+STATES = {
+    "leaks": "leaks",
+    "below": "below the limit",
+    "undecided": "too few records to tell",
+    "no control": "no evidence: the attacks failed on the known-weak twin too",
+}
+
+
+def _share(leak: dict[str, Any]) -> str:
+    hits = leak["share"] * leak["records"]
+    return f"{round(hits)} of {leak['records']:,}"
+
+
+def _meaning(kind: str, leak: dict[str, Any], limit: dict[str, Any]) -> str:
+    if kind == "pictures":
+        return f"rebuilt to {limit['psnr']:g}{SPACE}dB or better, well above a mean picture"
+    if kind == "found":
+        return (
+            f"picked out of {leak['gallery']:,} pictures by their reconstruction; guessing finds "
+            f"{100 * leak['chance']:.2g}{SPACE}%"
+        )
+    return f"classes named rightly; guessing names {percent(leak['chance'])}"
+
+
+def _measured(leak: dict[str, Any]) -> str:
+    low, high = leak["interval"]
+    beyond = " beyond guessing" if leak["chance"] else ""
+    return (
+        f"limit {percent(leak['limit'])}, measured{beyond} {percent(low)} to {percent(high)} "
+        f"(95{SPACE}% interval): {STATES[leak['state']]}"
     )
+
+
+def next_steps(result: Result) -> list[str]:
+    """What to do, the most urgent first."""
+    return list(result["verdict"]["next"]) if result["verdict"] else []
+
+
+def rests_on(result: Result) -> str | None:
+    """How much evidence the verdict has."""
+    if not result["verdict"]:
+        return None
+    done = [
+        trial
+        for trial in result["trials"]
+        if trial["kind"] == "trial" and trial["status"] == "done" and trial["realism"] in JUDGED
+    ]
+    attacks = len({trial["attack"] for trial in done})
+    what = "What was measured" if result["verdict"]["outcome"] == "failed" else "This verdict"
+    return (
+        f"{what} rests on {count(result['verdict']['records'], 'different record')}, "
+        f"attacked in {count(len(done), 'trial')} by {count(attacks, 'attack')}."
+    )
+
+
+@dataclass(frozen=True)
+class DefenceVerdict:
+    """What the verdict is with one defence alone. `kinds`: name, in words, state in words."""
+
+    defence: str
+    settings: str
+    outcome: str
+    kinds: tuple[tuple[str, str, str], ...]
+
+
+def defence_verdicts(result: Result) -> list[DefenceVerdict]:
+    """One line for each defence of the plan, no defence included."""
+    if not result["verdict"]:
+        return []
+    options, limit = settings(result, "defence"), result["verdict"]["limit"]
+    return [
+        DefenceVerdict(
+            named(entry["defence"]),
+            options.get(entry["defence"], ""),
+            OUTCOMES[entry["outcome"]],
+            tuple(
+                (KINDS[kind], what_leaks(kind, leak, limit["psnr"]), STATES[leak["state"]])
+                for kind, leak in entry["kinds"].items()
+            ),
+        )
+        for entry in result["verdict"]["defences"]
+    ]
+
+
+def named(defence: str) -> str:
+    return "no defence" if defence == "none" else defence
 
 
 def _row_of(result: Result, worst: dict[str, Any]) -> Row:
     keys = ("round", "defence", "attack")
-    return next(
-        (row for row in result["summary"] if all(row[key] == worst[key] for key in keys)), {}
+    return next(row for row in result["summary"] if all(row[key] == worst[key] for key in keys))
+
+
+def evidence(result: Result) -> list[str]:
+    """What the verdict rests on, in sentences."""
+    return list(result["verdict"]["sentences"]) if result["verdict"] else []
+
+
+def worst_caption(trial: dict[str, Any], record: int, images: Images) -> str:
+    """What stands below the picture that leaked most."""
+    base = trial["baselines"]["mean image"]["psnr"][record]
+    both = "Left the record, right what the attacker made of the update."
+    shown = {
+        "show": both,
+        "blur": f"{both} Both are blurred in this report.",
+        "hide": "The picture is in the folder of the audit; this report does not show it.",
+    }
+    return (
+        f"{trial['attack']}, {defended(trial['defence'])}, round {trial['round']}, seed "
+        f"{trial['seed']}: {capped(trial['scores']['psnr'][record])}; a mean picture has "
+        f"{capped(base)} for this record. {shown[images]}"
     )
 
 
@@ -238,13 +326,21 @@ class Knowledge:
     held: bool
 
 
+def attacker(result: Result) -> str:
+    """Who attacks, in a few words."""
+    threat = result["threat"]
+    if not threat:
+        return NOTHING
+    return (MALICIOUS if threat.get("malicious") else ACTORS)[threat["actor"]][0]
+
+
 def threat_sentence(result: Result) -> str:
     threat = result["threat"]
     if not threat:
         return "This result was written before the threat model was part of it; see the plan."
-    who = (MALICIOUS if threat.get("malicious") else ACTORS)[threat["actor"]][0]
     victim = f" against client {threat['client']}" if threat["actor"] == "server" else ""
-    return f"{who}{victim}. Its numbers are {threat['realism']}: {REALISM[threat['realism']]}."
+    realism = threat["realism"]
+    return f"{attacker(result)}{victim}. Its numbers are {realism}: {REALISM[realism]}."
 
 
 def knowledge(result: Result) -> list[Knowledge]:
@@ -269,20 +365,22 @@ def measured(result: Result) -> list[Row]:
     return [row for row in result["summary"] if "scores" in row]
 
 
-def psnr(row: Row) -> dict[str, Any] | None:
-    spread: dict[str, Any] | None = row["scores"].get("psnr")
+def several_rounds(result: Result) -> bool:
+    return len({row["round"] for row in result["summary"]}) > 1
+
+
+def psnr(row: Row) -> dict[str, Any]:
+    spread: dict[str, Any] = row["scores"]["psnr"]
     return spread
 
 
-def baseline(row: Row) -> float | None:
-    value: float | None = row["baselines"]["mean image"].get("psnr")
-    return value
+def baseline(row: Row) -> float:
+    return float(row["baselines"]["mean image"]["psnr"])
 
 
 def above_baseline(row: Row) -> bool:
     """Whether the median says more than a mean image; below that, no word for a risk fits it."""
-    spread, base = psnr(row), baseline(row)
-    return spread is None or base is None or bool(spread["median"] > base)
+    return bool(psnr(row)["median"] > baseline(row))
 
 
 @dataclass(frozen=True)
@@ -310,17 +408,39 @@ class Finding:
 
 
 def findings(result: Result) -> list[Finding]:
-    return [_finding(row) for row in result["summary"]]
+    """Every row that was measured or crashed; see `inapplicable` for the others."""
+    return [_finding(row) for row in result["summary"] if "scores" in row or row["failed"]]
+
+
+def inapplicable(result: Result) -> str | None:
+    """The attacks that do not apply, in a sentence; their reasons stand in the coverage alone."""
+    where: dict[str, list[str]] = {}
+    for row in result["summary"]:
+        if "scores" not in row and not row["failed"]:
+            where.setdefault(row["attack"], []).append(defended(row["defence"]))
+    everywhere = {
+        attack
+        for attack in where
+        if len(where[attack]) == sum(row["attack"] == attack for row in result["summary"])
+    }
+    parts = [
+        attack if attack in everywhere else f"{attack} ({', '.join(dict.fromkeys(defences))})"
+        for attack, defences in where.items()
+    ]
+    if not parts:
+        return None
+    more = f" and {len(parts) - MOST_LISTED} more" if len(parts) > MOST_LISTED else ""
+    return (
+        f"Does not apply here: {', '.join(parts[:MOST_LISTED])}{more}. The reasons stand under "
+        "“Attacks run and not run”."
+    )
 
 
 def _finding(row: Row) -> Finding:
     head = (row["round"], row["defence"], row["attack"])
     if "scores" not in row:
-        word = "failed" if row["failed"] else "not applicable"
-        state = f"{word}: {shortened(row['reason'] or 'no reason given', 300)}"
-        return Finding(*head, state=state)
-    spread, ssim, found = psnr(row), row["scores"].get("ssim"), row["scores"].get("identified")
-    labels = row["labels"]
+        return Finding(*head, state=f"failed: {brief(row['reason'] or 'no reason given', 300)}")
+    spread, ssim, labels = psnr(row), row["scores"].get("ssim"), row["labels"]
     caveats = list(dict.fromkeys(row["caveats"]))
     if row["failed"]:
         caveats.insert(0, f"{row['failed']} of {count(row['trials'], 'trial')} failed")
@@ -329,17 +449,17 @@ def _finding(row: Row) -> Finding:
     return Finding(
         *head,
         records=f"{row['records']:,}",
-        median=decibels(spread["median"] if spread else None),
-        interval=span(spread["interval"]) if spread else NOTHING,
-        quartiles=span(spread["quartiles"]) if spread else NOTHING,
-        worst=decibels(spread["most"] if spread else None),
+        median=decibels(spread["median"]),
+        interval=span(spread["interval"]),
+        quartiles=span(spread["quartiles"]),
+        worst=decibels(spread["most"]),
         base=decibels(baseline(row)),
         ssim=f"{ssim['median']:.2f}" if ssim else NOTHING,
-        found=percent(found["mean"] if found else None),
+        found=percent(row["scores"]["identified"]["mean"]),
         chance=f"{100 * row['baselines']['identified']:.2g}{SPACE}%",
         labels=percent(labels["accuracy"] if labels else None),
         guessing=percent(labels["random"] if labels else None),
-        risk=row["risk"]["median"] if "risk" in row and above_baseline(row) else None,
+        risk=row["risk"]["median"] if above_baseline(row) else None,
         realism=row["realism"],
         caveats=tuple(shortened(caveat, 400) for caveat in caveats),
     )
@@ -350,8 +470,8 @@ def labelled(result: Result) -> list[Row]:
 
 
 def strongest(rows: list[Row]) -> Row:
-    """The row that leaks most: by the share of records that leak, then by the median."""
-    return max(rows, key=lambda row: (row.get("leaking", 0.0), (psnr(row) or {})["median"]))
+    """The row that leaks most: by the share of pictures recovered, then by the median."""
+    return max(rows, key=lambda row: (row["leaks"]["pictures"]["share"], psnr(row)["median"]))
 
 
 @dataclass(frozen=True)
@@ -362,42 +482,29 @@ class Trade:
     defence: str
     settings: str
     row: Row
-    change: float | None
-    accuracy: str | None
+    state: str
 
 
 def trade_off(result: Result) -> list[Trade]:
-    """Leak against defence, when there is more than one; accuracy where it was measured."""
+    """Leak against defence, when there is more than one."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in measured(result):
-        if row["realism"] in JUDGED and psnr(row):
+        if row["realism"] in JUDGED:
             groups.setdefault((row["round"], row["defence"]), []).append(row)
     if len({defence for _, defence in groups}) < 2:
         return []
     best = {key: strongest(rows) for key, rows in groups.items()}
     options = settings(result, "defence")
-    trades = []
-    for (stage, defence), row in best.items():
-        bare = best.get((stage, "none"))
-        difference = (
-            row["scores"]["psnr"]["median"] - bare["scores"]["psnr"]["median"]
-            if bare and defence != "none"
-            else None
+    return [
+        Trade(
+            stage,
+            defence,
+            options.get(defence, ""),
+            row,
+            STATES[row["leaks"]["pictures"]["state"]],
         )
-        trades.append(
-            Trade(stage, defence, options.get(defence, ""), row, difference, _accuracy(row))
-        )
-    return trades
-
-
-def _accuracy(row: Row) -> str | None:
-    utility = row.get("utility")
-    if not utility:
-        return None
-    cost = utility["change"]
-    return percent(utility["accuracy"]) + (
-        f" ({100 * cost:+.1f} points)".replace("-", "\N{MINUS SIGN}") if cost is not None else ""
-    )
+        for (stage, defence), row in best.items()
+    ]
 
 
 def settings(result: Result, kind: Literal["attack", "defence"]) -> dict[str, str]:
@@ -427,19 +534,19 @@ class Coverage:
 
 
 def coverage(result: Result) -> list[Coverage]:
-    """Attacks run and not run, with the reasons."""
+    """Attacks run and not run, with the reasons: each once, in its first sentence."""
     options = settings(result, "attack")
     status: dict[str, Counter[str]] = {name: Counter() for name in options}
     reasons: dict[str, Counter[str]] = {}
     for trial in result["trials"]:
-        if trial["kind"] == "trial":
-            status.setdefault(trial["attack"], Counter())[trial["status"]] += 1
-            if trial["status"] != "done":
-                why = f"{trial['status']}: {shortened(trial['error'] or 'no reason given', 300)}"
-                reasons.setdefault(trial["attack"], Counter())[why] += 1
+        own = trial["kind"] == "trial"
+        status.setdefault(trial["attack"], Counter())[trial["status"]] += own
+        if trial["status"] == "not applicable" or (own and trial["status"] == "failed"):
+            why = f"{trial['status']}: {brief(trial['error'] or 'no reason given')}"
+            reasons.setdefault(trial["attack"], Counter())[why] += own
     for entry in result["not_run"]:
         status.setdefault(entry["attack"], Counter())["not run"] += 1
-        why = f"not run: {shortened(entry['reason'], 300)}"
+        why = f"not run: {brief(entry['reason'])}"
         reasons.setdefault(entry["attack"], Counter())[why] += 1
     return [
         Coverage(
@@ -453,6 +560,53 @@ def coverage(result: Result) -> list[Coverage]:
         )
         for attack, seen in status.items()
     ]
+
+
+def whole_reasons(result: Result) -> list[tuple[str, str]]:
+    """Attack and reason why it does not apply, in full, where its first sentence leaves something
+    out: one example for each first sentence."""
+    found: dict[tuple[str, str], str] = {}
+    for trial in result["trials"]:
+        reason = trial["error"] or ""
+        if trial["status"] == "not applicable" and brief(reason) != reason:
+            found.setdefault((trial["attack"], brief(reason)), shortened(reason, 1000))
+    return [(attack, reason) for (attack, _), reason in found.items()][:MOST_LISTED]
+
+
+@dataclass(frozen=True)
+class Control:
+    """What one attack did to the known-weak twin."""
+
+    attack: str
+    psnr: str
+    base: str
+    passed: bool
+    words: str
+
+
+def control(result: Result) -> list[Control]:
+    """One line for each attack; why one does not apply or crashed stands in the coverage."""
+    status = {trial["id"]: trial["status"] for trial in result["trials"]}
+    lines = []
+    for entry in result["control"]:
+        ends = {status[id_] for id_ in entry["trials"]}
+        if entry["passed"]:
+            kinds = [KINDS[kind].lower() for kind in entry["breaks"]]
+            words = f"broke it: {', '.join(kinds)}"
+        elif "done" in ends:
+            words = f"did not break it: {entry['reason']}"
+        else:
+            words = "crashed" if "failed" in ends else NOT_APPLICABLE
+        lines.append(
+            Control(
+                entry["attack"],
+                decibels(entry["psnr"]),
+                decibels(entry["baseline"]),
+                entry["passed"],
+                words,
+            )
+        )
+    return lines
 
 
 def _counted(texts: Counter[str], most: int) -> tuple[str, ...]:
@@ -515,11 +669,11 @@ class LedgerLine:
 
 
 def ledger(result: Result) -> list[LedgerLine]:
-    """Every number by what the attacker was granted; only the first two kinds count."""
+    """Every number by what the attacker was granted; all kinds but the last count."""
     lines = []
     for realism, meaning in REALISM.items():
         rows = [row for row in measured(result) if row["realism"] == realism]
-        medians = [spread["median"] for row in rows if (spread := psnr(row))]
+        medians = [psnr(row)["median"] for row in rows]
         lines.append(
             LedgerLine(
                 realism,
@@ -533,6 +687,23 @@ def ledger(result: Result) -> list[LedgerLine]:
     return lines
 
 
+def _manipulation(result: Result) -> str:
+    rows = measured(result)
+    if any(row["realism"] == "active" for row in rows):
+        return (
+            "The server in this audit manipulates the model that it sends, in the ways listed "
+            "under the attacks. One that knows other ways can do more."
+        )
+    if table(result, "threat").get("malicious"):
+        return (
+            "The server of this plan may manipulate the model that it sends, but no attack that "
+            "does so was run to its end. A malicious server can do more."
+        )
+    return (
+        "No attacker in this audit manipulates the model it sends. A malicious server can do more."
+    )
+
+
 def limits(result: Result, images: Images) -> list[str]:
     """What this report does not say."""
     rows = measured(result)
@@ -541,9 +712,9 @@ def limits(result: Result, images: Images) -> list[str]:
         "recoverable: a stronger attack, more iterations or more knowledge can only raise a leak.",
         "The numbers hold for this model, data, protocol, training stage and threat model. Another "
         "batch size, learning rate or round needs an audit of its own.",
-        "No attacker in this audit manipulates the model it sends. A malicious server can do more.",
-        "PSNR compares pixels. A face can be recognised at a low PSNR, and a flat picture scores "
-        "high against any grey guess: read every number beside its baseline.",
+        _manipulation(result),
+        "Likeness (PSNR) compares pixels. A face can be recognised at a low PSNR, and a flat "
+        "picture scores high against any grey guess: read every number beside its baseline.",
         "Intervals are a 95 % bootstrap of the median over records, which are taken as "
         "independent. Records of one batch are not, and with fewer than ten records the interval "
         "is too narrow.",
@@ -559,9 +730,10 @@ def limits(result: Result, images: Images) -> list[str]:
             "No attack broke the known-weak twin: a low number here is no evidence of safety.",
         )
     if len({row["defence"] for row in rows}) > 1:
-        texts.append("A defence is judged by the attacks listed here, not by all there are.")
-        if not any(row.get("utility") for row in rows):
-            texts.append("What the defences cost in accuracy was not measured.")
+        texts += [
+            "A defence is judged by the attacks listed here, not by all there are.",
+            "What the defences cost in accuracy was not measured.",
+        ]
     if result["not_run"]:
         texts.append(f"{count(len(result['not_run']), 'trial')} of the plan did not run.")
     if images == "blur":

@@ -1,4 +1,5 @@
-"""Two audits side by side: what leaks more, what less, and in what their plans differ."""
+"""Two audits side by side: what leaks more, what less, in what their plans differ, and whether the
+second is worse than the first."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from leakgauge.audit.advice import defended
+from leakgauge.audit.summary import capped, derived
+from leakgauge.audit.verdict import CAP
+from leakgauge.errors import InputError
 from leakgauge.report import contents, wording
 from leakgauge.report.contents import Result, Row
 from leakgauge.report.wording import NOTHING
@@ -33,8 +38,8 @@ class Both:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the summary in both audits. `only` names the audit that alone has it; `clear` is
-    whether the two intervals of the median stand apart."""
+    """A row of the summary in both audits. `only` names the audit that alone has it (old or new);
+    `clear` is whether the two intervals of the median stand apart."""
 
     round: int
     defence: str
@@ -48,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`plans` lists what differs as (key, value in A, value in B); None where a key is absent."""
+    """`plans` lists what differs as (key, old value, new value); None where a key is absent."""
 
     names: tuple[str, str]
     outcomes: tuple[str, str]
@@ -57,7 +62,7 @@ class Comparison:
 
 
 def compare(a: Result, b: Result) -> Comparison:
-    """Rows in the order of A, then those that only B has."""
+    """Rows in the order of the old audit `a`, then those that only the new audit `b` has."""
     of_a, of_b = _rows(a), _rows(b)
     return Comparison(
         names=(a["name"], b["name"]),
@@ -71,7 +76,7 @@ def tables(comparison: Comparison) -> list[Table]:
     """For a terminal of 80 columns. Names are text, never markup."""
     head = Table(title="Two audits", title_justify="left", box=box.SIMPLE_HEAD)
     head.add_column("", no_wrap=True)
-    for name in ("A", "B"):
+    for name in ("old", "new"):
         head.add_column(name, overflow="fold")
     head.add_row("name", *map(_text, comparison.names))
     head.add_row("verdict", *comparison.outcomes)
@@ -80,7 +85,7 @@ def tables(comparison: Comparison) -> list[Table]:
             _text(key), *(NOTHING if v is None else _text(wording.toml(v)) for v in values)
         )
     rows = Table(
-        title="Medians of the PSNR in dB, and labels found",
+        title="Medians of the PSNR in dB, and labels read",
         title_justify="left",
         caption="* the 95 % intervals of the two medians stand apart",
         caption_justify="left",
@@ -90,7 +95,7 @@ def tables(comparison: Comparison) -> list[Table]:
     stages = len({row.round for row in comparison.rows}) > 1
     for name in [*(["round"] if stages else []), "defence", "attack"]:
         rows.add_column(name, overflow="fold")
-    for name in ("A", "B", "change", "labels A", "B"):
+    for name in ("old", "new", "change", "labels old", "new"):
         rows.add_column(name, justify="right", no_wrap=True)
     for row in comparison.rows:
         stage = [str(row.round)] if stages else []
@@ -107,6 +112,82 @@ def text(comparison: Comparison, width: int = 80) -> str:
     return file.getvalue()
 
 
+# The gate
+
+GAP = 1.0  # dB between two intervals of the median, from which on the second is worse
+OUTCOMES = ("below the limit", "inconclusive", "leaks")
+STATES = ("below", "undecided", "leaks")
+
+
+def worse(old: Result, new: Result) -> list[str]:
+    """What got worse, a sentence each; both audits are judged by the limits of the old one, so that
+    raising a limit hides nothing. Rows of attackers who were told truths do not count.
+
+    A crash is no evidence of safety: trials that crash are worse than none that do."""
+    if not old["verdict"] or not new["verdict"]:
+        raise InputError(
+            "a result of schema 1 has no verdict to compare: run its audit again, or leave out "
+            "--gate"
+        )
+    plan = new["plan"] | {"audit": new["plan"]["audit"] | {"limit": old["verdict"]["limit"]}}
+    controls = [id_ for entry in new["control"] for id_ in entry["trials"]]
+    judged = derived(plan, new["trials"], controls, new["explanation"], new["not_run"])
+    before, after = old["verdict"]["outcome"], judged["verdict"]["outcome"]
+    found = []
+    if _rank(OUTCOMES, after) > _rank(OUTCOMES, before):
+        found.append(f"The verdict went from “{before}” to “{after}”.")
+    crashed = sum(trial["status"] == "failed" for trial in new["trials"])
+    if crashed and not any(trial["status"] == "failed" for trial in old["trials"]):
+        found.append(f"{wording.count(crashed, 'trial')} crashed, where none did before.")
+    known = {key: row for key, row in _rows(old).items() if _counts(row)}
+    for key, row in _rows(judged).items():
+        if _counts(row):
+            found += _worse_row(_place(key), known.get(key), row)
+    return found
+
+
+def _rank(order: tuple[str, ...], word: str) -> int:
+    """Of outcomes: one that failed says nothing, and stands at the bottom."""
+    return order.index(word) if word in order else -1
+
+
+def _counts(row: Row) -> bool:
+    return "scores" in row and row["realism"] in contents.JUDGED
+
+
+def _place(key: Key) -> str:
+    stage, defence, attack = key
+    return f"{attack}, {defended(defence)}, round {stage}"
+
+
+def _worse_row(place: str, old: Row | None, new: Row) -> list[str]:
+    found = []
+    for kind, leak in new["leaks"].items():
+        was = old["leaks"].get(kind) if old else None
+        name = f"{place}: {contents.KINDS[kind].lower()}"
+        share = f"{wording.percent(leak['share'])} of {wording.count(leak['records'], 'record')}"
+        if was is None:
+            if leak["state"] == "leaks":
+                found.append(f"{name}: leaks ({share}), and was not measured before.")
+        elif _rank(STATES, leak["state"]) > _rank(STATES, was["state"]):
+            states = [contents.STATES[entry["state"]] for entry in (was, leak)]
+            found.append(f"{name}: went from “{states[0]}” to “{states[1]}” ({share}).")
+        elif leak["interval"][0] > was["interval"][1]:
+            found.append(
+                f"{name}: {share}, up from {wording.percent(was['share'])}; the 95 % intervals "
+                "stand apart."
+            )
+    if old and contents.above_baseline(new):
+        high, low = contents.psnr(old)["interval"][1], contents.psnr(new)["interval"][0]
+        if min(low, CAP) - min(high, CAP) > GAP:
+            medians = [capped(contents.psnr(row)["median"]) for row in (old, new)]
+            found.append(
+                f"{place}: the median PSNR rose from {medians[0]} to {medians[1]}; the 95 % "
+                "intervals stand apart."
+            )
+    return found
+
+
 def _rows(result: Result) -> dict[Key, Row]:
     return {(row["round"], row["defence"], row["attack"]): row for row in result["summary"]}
 
@@ -118,7 +199,7 @@ def _change(key: Key, a: Row | None, b: Row | None) -> Change:
         ssim=Both(_median(a, "ssim"), _median(b, "ssim")),
         labels=Both(_accuracy(a), _accuracy(b)),
         clear=_apart(_interval(a), _interval(b)),
-        only="A" if b is None else "B" if a is None else None,
+        only="old" if b is None else "new" if a is None else None,
     )
 
 

@@ -1,8 +1,9 @@
-"""Inline SVG for the page: strips, bars and their axis.
+"""Figures as marks with a place and a kind, whatever they are drawn on: strips, bars, their axis.
 
-Horizontal positions are percentages and vertical ones pixels, so that a figure fits a phone and a
-sheet of paper without distorting a dot. Colours and line styles come from the page's style sheet by
-class name. Only numbers enter these strings: every label is text of the page, escaped there.
+Horizontal places are shares of the width, 0 to 1, and vertical ones are pixels of HEIGHT, so that a
+figure fits a phone and a sheet of paper without distorting a dot. `svg` draws them for the page,
+where colours and line styles come from its style sheet by the name of the kind; `report.pdf` draws
+the same marks on paper. Only numbers enter the SVG: every label is text of the page, escaped there.
 """
 
 from __future__ import annotations
@@ -10,14 +11,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from markupsafe import Markup
 
-CEILING = 50.0  # dB: above it two pictures look the same, so the axis ends here
+from leakgauge.audit.verdict import CAP
+
 HEIGHT = 34
 MOST_DOTS = 150  # of one strip
 GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples spread dots evenly whatever their number
+Shape: TypeAlias = Literal["line", "rect", "dot", "diamond"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A shape from (x, y) to (x2, y2); a dot or a diamond stands at (x, y)."""
+
+    shape: Shape
+    kind: str
+    x: float
+    y: float
+    x2: float = 0.0
+    y2: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A number below a column of figures."""
+
+    x: float
+    text: str
+    anchor: Literal["start", "middle", "end"]
 
 
 @dataclass(frozen=True)
@@ -26,16 +50,15 @@ class Axis:
     high: float
     ticks: tuple[float, ...]
 
-    def place(self, value: float) -> str:
-        """Where a value stands, in per cent; outside the axis it stands at its end."""
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return f"{100 * share:.2f}%"
+    def place(self, value: float) -> float:
+        """Where a value stands, as a share; outside the axis it stands at its end."""
+        return (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
 
 
 def psnr_axis(values: Sequence[float]) -> Axis:
-    """From 0 (or less) in steps of five or ten decibels, to no more than CEILING."""
+    """From 0 (or less) in steps of five or ten decibels, to no more than CAP."""
     low = min(0.0, 5 * math.floor(min(values, default=0) / 5))
-    high = min(CEILING, max(25.0, 5 * math.ceil(max(values, default=0) / 5 + 0.2)))
+    high = min(CAP, max(25.0, 5 * math.ceil(max(values, default=0) / 5 + 0.2)))
     step = 5 if high - low <= 30 else 10
     first = math.ceil(low / step)
     ticks = tuple(float(step * i) for i in range(first, math.floor(high / step) + 1))
@@ -51,23 +74,20 @@ def strip(
     base: float | None,
     limit: float | None,
     axis: Axis,
-) -> Markup:
-    """One dot a record, the box of the middle half, the median, the baseline and the limit."""
+) -> list[Mark]:
+    """One dot per record, the box of the middle half, the median, the baseline and the limit."""
     middle = HEIGHT / 2
     low, high = (axis.place(quartile) for quartile in spread["quartiles"])
-    parts = [
-        _grid(axis),
-        _line("whisker", axis.place(spread["least"]), axis.place(spread["most"])),
-        f'<rect class="box" x="{low}" width="{_width(low, high)}" y="{middle - 8:g}" height="16"/>',
+    marks = [
+        *_grid(axis),
+        _flat("whisker", axis.place(spread["least"]), axis.place(spread["most"])),
+        Mark("rect", "box", low, middle - 8, high, middle + 8),
     ]
     for i, value in enumerate(_thinned(values)):
         y = middle + 14 * ((i * GOLDEN) % 1 - 0.5)
-        kind = "dot over" if value > axis.high else "dot"
-        parts.append(f'<circle class="{kind}" cx="{axis.place(value)}" cy="{y:.1f}" r="2.2"/>')
-    median = axis.place(spread["median"])
-    parts.append(_upright("median", median, middle - 10, middle + 10))
-    parts += _marks(base, limit, axis)
-    return _svg(parts)
+        marks.append(Mark("dot", "dot over" if value > axis.high else "dot", axis.place(value), y))
+    marks.append(_upright("median", axis.place(spread["median"]), middle - 10, middle + 10))
+    return marks + _limits(base, limit, axis)
 
 
 def bar(
@@ -76,71 +96,54 @@ def bar(
     base: float | None,
     limit: float | None,
     axis: Axis,
-) -> Markup:
+) -> list[Mark]:
     """A bar from zero, with its interval."""
-    parts = [_grid(axis)]
+    marks = _grid(axis)
     if value is not None:
-        left, right = sorted((axis.place(0), axis.place(value)), key=lambda p: float(p[:-1]))
-        parts.append(
-            f'<rect class="bar" x="{left}" width="{_width(left, right)}" '
-            f'y="{HEIGHT / 2 - 7:g}" height="14" rx="2"/>'
-        )
+        left, right = sorted((axis.place(0), axis.place(value)))
+        marks.append(Mark("rect", "bar", left, HEIGHT / 2 - 7, right, HEIGHT / 2 + 7))
     if interval:
-        parts.append(_line("interval", axis.place(interval[0]), axis.place(interval[1])))
-    parts += _marks(base, limit, axis)
-    return _svg(parts)
+        marks.append(_flat("interval", axis.place(interval[0]), axis.place(interval[1])))
+    return marks + _limits(base, limit, axis)
 
 
-def meter(value: float, marks: Sequence[float], axis: Axis = SHARES) -> Markup:
+def meter(value: float, marks: Sequence[float], axis: Axis = SHARES) -> list[Mark]:
     """A share as a bar, with the shares that guessing reaches."""
+    filled = Mark("rect", "bar", 0.0, HEIGHT / 2 - 7, axis.place(value), HEIGHT / 2 + 7)
     places = [_upright("mark", axis.place(mark), 5, HEIGHT - 5) for mark in marks]
-    width = axis.place(value)
-    filled = f'<rect class="bar" x="0%" width="{width}" y="{HEIGHT / 2 - 7:g}" height="14" rx="2"/>'
-    return _svg([_grid(axis), filled, *places])
+    return [*_grid(axis), filled, *places]
 
 
-def scale(axis: Axis, percent: bool = False) -> Markup:
-    """The numbers below a column of figures."""
-    labels = []
+def ticks(axis: Axis) -> list[Tick]:
+    """The numbers below a column of figures; shares are given in per cent."""
+    found = []
     for tick in axis.ticks:
-        text = f"{100 * tick:.0f}" if percent else f"{tick:g}"
-        over = tick == CEILING and not percent
-        anchor = "start" if tick == axis.ticks[0] else "end" if tick == axis.high else "middle"
-        labels.append(
-            f'<text x="{axis.place(tick)}" y="12" text-anchor="{anchor}">'
-            f"{'≥ ' if over else ''}{text}</text>"
-        )
-    return _svg(labels, height=16, name="scale")
+        text = f"{100 * tick:.0f}" if axis is SHARES else f"{tick:g}"
+        over = "≥ " if tick == CAP and axis is not SHARES else ""
+        ends: dict[float, Literal["start", "end"]] = {axis.high: "end", axis.ticks[0]: "start"}
+        found.append(Tick(axis.place(tick), over + text, ends.get(tick, "middle")))
+    return found
 
 
-def _marks(base: float | None, limit: float | None, axis: Axis) -> list[str]:
-    parts = []
+def _limits(base: float | None, limit: float | None, axis: Axis) -> list[Mark]:
+    marks = []
     if limit is not None and axis.low <= limit <= axis.high:
-        parts.append(_upright("limit", axis.place(limit), 0, HEIGHT))
-    if base is not None:  # a diamond needs pixels around a place in per cent
-        parts.append(
-            f'<svg x="{axis.place(base)}" y="{HEIGHT / 2:g}" overflow="visible">'
-            '<path class="base" d="M0-6 5 0 0 6-5 0Z"/></svg>'
-        )
-    return parts
+        marks.append(_upright("limit", axis.place(limit), 0, HEIGHT))
+    if base is not None:
+        marks.append(Mark("diamond", "base", axis.place(base), HEIGHT / 2))
+    return marks
 
 
-def _grid(axis: Axis) -> str:
-    return "".join(_upright("grid", axis.place(tick), 0, HEIGHT) for tick in axis.ticks)
+def _grid(axis: Axis) -> list[Mark]:
+    return [_upright("grid", axis.place(tick), 0, HEIGHT) for tick in axis.ticks]
 
 
-def _upright(name: str, x: str, top: float, bottom: float) -> str:
-    return f'<line class="{name}" x1="{x}" x2="{x}" y1="{top:g}" y2="{bottom:g}"/>'
+def _upright(kind: str, x: float, top: float, bottom: float) -> Mark:
+    return Mark("line", kind, x, top, x, bottom)
 
 
-def _line(name: str, left: str, right: str) -> str:
-    return (
-        f'<line class="{name}" x1="{left}" x2="{right}" y1="{HEIGHT / 2:g}" y2="{HEIGHT / 2:g}"/>'
-    )
-
-
-def _width(left: str, right: str) -> str:
-    return f"{float(right[:-1]) - float(left[:-1]):.2f}%"
+def _flat(kind: str, left: float, right: float) -> Mark:
+    return Mark("line", kind, left, HEIGHT / 2, right, HEIGHT / 2)
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
@@ -152,6 +155,42 @@ def _thinned(values: Sequence[float]) -> list[float]:
     return [ordered[round(i * last / (MOST_DOTS - 1))] for i in range(MOST_DOTS)]
 
 
-def _svg(parts: Sequence[str], height: int = HEIGHT, name: str = "figure") -> Markup:
+# For the page
+
+
+def svg(marks: Sequence[Mark]) -> Markup:
+    return _figure("figure", HEIGHT, [_drawn(mark) for mark in marks])
+
+
+def scale(axis: Axis) -> Markup:
+    return _figure(
+        "scale",
+        16,
+        [f'<text x="{_percent(tick.x)}" y="12" text-anchor="{tick.anchor}">{tick.text}</text>'
+         for tick in ticks(axis)],
+    )  # fmt: skip
+
+
+def _drawn(mark: Mark) -> str:
+    x, x2, name = _percent(mark.x), _percent(mark.x2), f'class="{mark.kind}"'
+    match mark.shape:
+        case "line":
+            return f'<line {name} x1="{x}" x2="{x2}" y1="{mark.y:g}" y2="{mark.y2:g}"/>'
+        case "rect":
+            width, height = _percent(mark.x2 - mark.x), f"{mark.y2 - mark.y:g}"
+            size = f'width="{width}" y="{mark.y:g}" height="{height}" rx="2"'
+            return f'<rect {name} x="{x}" {size}/>'
+        case "dot":
+            return f'<circle {name} cx="{x}" cy="{mark.y:.1f}" r="2.2"/>'
+    return (  # a diamond needs pixels around a place in per cent
+        f'<svg x="{x}" y="{mark.y:g}" overflow="visible"><path {name} d="M0-6 5 0 0 6-5 0Z"/></svg>'
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def _figure(name: str, height: int, parts: Sequence[str]) -> Markup:
     opened = f'<svg class="{name}" width="100%" height="{height}" aria-hidden="true">'
     return Markup(f"{opened}{''.join(parts)}</svg>")

@@ -1,14 +1,16 @@
 """The report as one HTML page that needs nothing else: no network, no file beside it.
 
 Every text is escaped by the template engine. The page's own policy allows no request at all, and
-only the one style sheet and the one script (it sorts pictures) that are written into it, by their
-hashes: text that should ever slip through unescaped could still not run.
+only the one style sheet and the one script (it sorts pictures and unfolds sections) that are
+written into it, by their hashes: text that should ever slip through unescaped could still not
+run.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,10 +19,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from leakgauge.report import annex, contents, figures, pictures, references, wording
+from leakgauge.audit.advice import defended
+from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
 from leakgauge.report.contents import Images, Result
-
-MOST_STRIPS = 60  # rows drawn; the table has all
+from leakgauge.report.gists import gists
 
 RISK_PIPS = {"low": 1, "medium": 2, "high": 3, "very high": 4}
 
@@ -29,6 +31,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
     """The page for a result whose result.json and pictures are in `folder`."""
     contents.check_images(images)
     style, script = _inline("page.css"), _inline("page.js")
+    gallery = _gallery(result, folder, images)
     return _template().render(
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; "
         f"script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'",
@@ -37,26 +40,35 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         pips=RISK_PIPS,
         risks=contents.RISKS,
         decibels=wording.decibels,
-        percent=wording.percent,
-        change=wording.change,
+        defended=defended,
+        svg=figures.svg,
+        scale=figures.scale,
         images=images,
         result=result,
         outcome=contents.outcome(result),
         headline=contents.headline(result),
         level=contents.risk_level(result),
+        rests_on=contents.rests_on(result),
         key_figures=contents.key_figures(result),
-        setting=contents.strongest_setting(result),
+        worst=_worst(result, folder, images),
+        steps=contents.next_steps(result),
+        defences=contents.defence_verdicts(result),
+        evidence=contents.evidence(result),
+        gists=gists(result, images, len(gallery["cards"])),
         findings=contents.findings(result),
-        several_rounds=len({row["round"] for row in result["summary"]}) > 1,
+        inapplicable=contents.inapplicable(result),
+        several_rounds=contents.several_rounds(result),
         scope=contents.scope(result),
         threat=contents.threat_sentence(result),
         knowledge=contents.knowledge(result),
-        gallery=_gallery(result, folder, images),
-        distribution=_distribution(result),
-        labels=_labels(result),
-        ladder=_ladder(result),
-        trades=_trades(result),
+        control=contents.control(result),
+        gallery=gallery,
+        distribution=charts.distribution(result),
+        labels=charts.labels(result),
+        ladder=charts.ladder(result),
+        trades=charts.defences(result),
         coverage=contents.coverage(result),
+        whole_reasons=contents.whole_reasons(result),
         failures=contents.failures(result),
         notes=contents.notes(result),
         limits=contents.limits(result, images),
@@ -65,6 +77,20 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         annex=annex.annex(result, folder),
         plan=annex.plan_text(result),
     )
+
+
+def _worst(result: Result, folder: Path, images: Images) -> dict[str, Any] | None:
+    """The picture that leaked most, and the words below it."""
+    pair = pictures.worst(result)
+    if not pair:
+        return None
+    files = [pictures.png(folder, name, images) for name in (pair.truth, pair.guess)]
+    return {
+        "caption": contents.worst_caption(pair.trial, pair.record, images),
+        "pictures": [pictures.data_uri(png) if png else None for png in files]
+        if images != "hide"
+        else [],
+    }
 
 
 def _gallery(result: Result, folder: Path, images: Images) -> dict[str, Any]:
@@ -76,7 +102,7 @@ def _gallery(result: Result, folder: Path, images: Images) -> dict[str, Any]:
         {
             "trial": item.pair.trial,
             "record": item.pair.record,
-            "psnr": item.pair.leak if "psnr" in item.pair.trial["scores"] else None,
+            "psnr": item.pair.leak,
             "truth": pictures.data_uri(item.truth) if item.truth else None,
             "guess": pictures.data_uri(item.guess) if item.guess else None,
             "worst": i,
@@ -97,102 +123,6 @@ def _places(shown: list[pictures.Shown], key: Any) -> list[int]:
     return places
 
 
-def _distribution(result: Result) -> dict[str, Any]:
-    """A strip for each row, on one axis."""
-    rows = [row for row in contents.measured(result) if contents.psnr(row)]
-    drawn = rows
-    if len(rows) > MOST_STRIPS:
-        highest = sorted(rows, key=lambda row: -row["scores"]["psnr"]["median"])[:MOST_STRIPS]
-        kept = {id(row) for row in highest}
-        drawn = [row for row in rows if id(row) in kept]
-    values = _values(result)
-    bases = [base for row in drawn if (base := contents.baseline(row)) is not None]
-    ends = [row["scores"]["psnr"][end] for row in drawn for end in ("least", "most")]
-    axis = figures.psnr_axis([*ends, *bases])
-    limit = _limit(result)
-    strips = [
-        {
-            "row": row,
-            "svg": figures.strip(
-                values.get((row["round"], row["defence"], row["attack"]), []),
-                row["scores"]["psnr"],
-                contents.baseline(row),
-                limit,
-                axis,
-            ),
-        }
-        for row in drawn
-    ]
-    return {
-        "strips": strips,
-        "scale": figures.scale(axis),
-        "limit": limit,
-        "left_out": len(rows) - len(drawn),
-    }
-
-
-def _values(result: Result) -> dict[tuple[int, str, str], list[float]]:
-    """The PSNR of every record, by the row it belongs to."""
-    values: dict[tuple[int, str, str], list[float]] = {}
-    for trial in result["trials"]:
-        if trial["kind"] == "trial" and trial["status"] == "done":
-            key = (trial["round"], trial["defence"], trial["attack"])
-            values.setdefault(key, []).extend(trial["scores"].get("psnr", []))
-    return values
-
-
-def _limit(result: Result) -> float | None:
-    return float(result["verdict"]["limit"]["psnr"]) if result["verdict"] else None
-
-
-def _labels(result: Result) -> dict[str, Any]:
-    rows = [
-        {
-            "row": row,
-            "svg": figures.meter(
-                row["labels"]["accuracy"], [row["labels"]["random"], row["labels"]["class prior"]]
-            ),
-        }
-        for row in contents.labelled(result)[:MOST_STRIPS]
-    ]
-    return {"rows": rows, "scale": figures.scale(figures.SHARES, percent=True)}
-
-
-def _ladder(result: Result) -> dict[str, Any]:
-    explanation = result["explanation"]
-    rungs = explanation["rungs"] if explanation else []
-    axis = figures.psnr_axis([rung["median"] for rung in rungs if rung["median"] is not None])
-    return {
-        "rungs": [
-            {"rung": rung, "svg": figures.bar(rung["median"], None, None, _limit(result), axis)}
-            for rung in rungs
-        ],
-        "scale": figures.scale(axis),
-    }
-
-
-def _trades(result: Result) -> dict[str, Any]:
-    trades = contents.trade_off(result)
-    axis = figures.psnr_axis([trade.row["scores"]["psnr"]["interval"][1] for trade in trades])
-    return {
-        "rows": [
-            {
-                "trade": trade,
-                "svg": figures.bar(
-                    trade.row["scores"]["psnr"]["median"],
-                    trade.row["scores"]["psnr"]["interval"],
-                    contents.baseline(trade.row),
-                    _limit(result),
-                    axis,
-                ),
-            }
-            for trade in trades
-        ],
-        "scale": figures.scale(axis),
-        "accuracy": any(trade.accuracy for trade in trades),
-    }
-
-
 @cache
 def _template() -> Template:
     environment = Environment(
@@ -202,7 +132,18 @@ def _template() -> Template:
         lstrip_blocks=True,
         finalize=_finalize,
     )
+    environment.filters["code"] = _code
     return environment.from_string(_read("page.html"))
+
+
+def _code(text: str) -> Markup:
+    """Escaped text in which `code` and --options are set as such."""
+    parts = re.split(r"`([^`]+)`|(?<!\S)(--[a-z-]+)", wording.tidy(text))
+    return Markup("").join(
+        part if i % 3 == 0 else Markup("<code>{}</code>").format(part)
+        for i, part in enumerate(parts)
+        if part is not None
+    )
 
 
 def _finalize(value: Any) -> Any:

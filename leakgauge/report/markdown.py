@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from leakgauge.report import annex, contents, references, wording
+from leakgauge.audit.advice import defended
+from leakgauge.report import annex, contents, pictures, references, wording
 from leakgauge.report.contents import Result
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -20,7 +21,6 @@ _START = re.compile(r"^(\d+)([.)])|^([-+=])")
 
 def render(result: Result, folder: Path | None = None) -> str:
     """The text of report.md; `folder` holds the result.json whose checksum it carries."""
-    verdict = result["verdict"]
     lines = [
         f"# {escape(result['name'])}: {contents.outcome(result)}",
         "",
@@ -29,14 +29,27 @@ def render(result: Result, folder: Path | None = None) -> str:
     ]
     if level := contents.risk_level(result):
         lines += [f"Risk: **{level}** ({contents.RISKS[level]}).", ""]
+    if rests := contents.rests_on(result):
+        lines += [rests, ""]
     if figures := contents.key_figures(result):
         lines += _table(
-            ("", "", ""), ((f"**{figure.label}**", figure.value, figure.note) for figure in figures)
+            ("", "", "", ""), ((f"**{f.label}**", f.value, f.note, f.against) for f in figures)
         )
-        lines += ["", f"Strongest attack: {escape(contents.strongest_setting(result) or '')}.", ""]
-    lines += _list(verdict["sentences"] if verdict else [])
+        lines.append("")
+    if pair := pictures.worst(result):
+        caption = contents.worst_caption(pair.trial, pair.record, "hide")
+        lines += [f"The worst picture: {escape(caption)}", ""]
+    if steps := contents.next_steps(result):
+        lines += ["## What to do next", ""]
+        lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, 1)]
+    if defences := contents.defence_verdicts(result):
+        lines += ["", "## The verdict on each defence", "", *_defences(defences)]
     lines += ["", "## Findings", "", *_findings(result)]
-    lines += ["", "## Scope", "", *_table(("", ""), _escaped(contents.scope(result)))]
+    lines += _list(contents.evidence(result))
+    if trades := contents.trade_off(result):
+        lines += ["", "## Defences", "", *_trades(trades)]
+    lines += ["", "## Why", "", *_why(result)]
+    lines += ["", "## Positive control", "", *_control(result)]
     lines += ["", "## Threat model", "", escape(contents.threat_sentence(result)), ""]
     if known := contents.knowledge(result):
         lines += _table(
@@ -46,10 +59,7 @@ def render(result: Result, folder: Path | None = None) -> str:
                 for line in known
             ),
         )
-    lines += ["", "## Positive control", "", *_control(result)]
-    lines += ["", "## Why", "", *_why(result)]
-    if trades := contents.trade_off(result):
-        lines += ["", "## Defences", "", *_trades(trades)]
+    lines += ["", "## Scope", "", *_table(("", ""), _escaped(contents.scope(result)))]
     lines += ["", "## Attacks run and not run", "", *_coverage(result)]
     lines += ["", "## Limits", "", *_list(contents.limits(result, "hide"))]
     lines += ["", "## Realism ledger", ""]
@@ -84,6 +94,21 @@ def escape(text: str) -> str:
     return text.replace("://", "&#58;//").replace("www.", "www&#46;").replace("@", "&#64;")
 
 
+def _defences(verdicts: list[contents.DefenceVerdict]) -> list[str]:
+    return _table(
+        ("Defence", "Verdict", "What was found"),
+        (
+            (
+                escape(f"{line.defence} {line.settings}".rstrip()),
+                f"**{line.outcome}**",
+                "; ".join(f"{kind}: {state} ({words})" for kind, words, state in line.kinds)
+                or "nothing was measured",
+            )
+            for line in verdicts
+        ),
+    )
+
+
 def _findings(result: Result) -> list[str]:
     rows: list[tuple[str, ...]] = []
     caveats: dict[str, int] = {}  # rows with the same caveats share a mark
@@ -109,8 +134,15 @@ def _findings(result: Result) -> list[str]:
             )
         )
     header = ("Round", "Defence", "Attack", "Records", "Median PSNR", "95 % interval", "Highest",
-              "Mean image", "Found (chance)", "Labels (guessing)", "Risk", "Realism")  # fmt: skip
-    return [*_table(header, rows), "", *_list_marked(caveats)]
+              "Mean picture", "Recognised (chance)", "Labels (guessing)", "Risk",
+              "Realism")  # fmt: skip
+    note = contents.inapplicable(result)
+    return [
+        *_table(header, rows),
+        "",
+        *_list_marked(caveats),
+        *([escape(note), ""] if note else []),
+    ]
 
 
 def _control(result: Result) -> list[str]:
@@ -119,17 +151,10 @@ def _control(result: Result) -> list[str]:
             "No positive control is part of this result: a low number is no evidence of safety."
         ]
     return _table(
-        ("Attack", "PSNR on the twin", "Mean image", "Control"),
+        ("Attack", "PSNR on the twin", "Mean picture", "Control"),
         (
-            (
-                escape(entry["attack"]),
-                wording.decibels(entry["psnr"]),
-                wording.decibels(entry["baseline"]),
-                "broke it"
-                if entry["passed"]
-                else f"did not break it: {escape(entry['reason'] or 'no reason given')}",
-            )
-            for entry in result["control"]
+            (escape(line.attack), line.psnr, line.base, escape(line.words))
+            for line in contents.control(result)
         ),
     )
 
@@ -155,24 +180,21 @@ def _why(result: Result) -> list[str]:
     if sensitivity := result["sensitivity"]:
         lines += [
             "",
-            f"Noise-to-gradient sensitivity: {wording.percent(sensitivity['noise'])} noise on "
-            f"the pixels moves the gradient by {sensitivity['cosine_distance']:.2g} in cosine "
-            "distance. " + escape(sensitivity["words"]),
+            f"Noise-to-gradient sensitivity: {escape(sensitivity['words'])}",
         ]
     return lines
 
 
 def _trades(trades: list[contents.Trade]) -> list[str]:
     return _table(
-        ("Round", "Defence", "Strongest attack", "Median PSNR", "Change", "Accuracy"),
+        ("Round", "Defence", "Strongest attack", "Median PSNR", "Pictures"),
         (
             (
                 str(trade.round),
-                escape(f"{trade.defence} {trade.settings}"),
+                escape(f"{defended(trade.defence)} {trade.settings}".rstrip()),
                 escape(trade.row["attack"]),
-                wording.decibels(trade.row["scores"]["psnr"]["median"]),
-                wording.change(trade.change),
-                trade.accuracy or "not measured",
+                wording.decibels(contents.psnr(trade.row)["median"]),
+                trade.state,
             )
             for trade in trades
         ),
@@ -192,6 +214,9 @@ def _coverage(result: Result) -> list[str]:
             for line in contents.coverage(result)
         ),
     )
+    if whole := contents.whole_reasons(result):
+        lines += ["", "Why attacks do not apply, in full:", ""]
+        lines += _list(f"{attack}: {reason}" for attack, reason in whole)
     if notes := contents.notes(result):
         lines += ["", "Notes of the attacks:", "", *_list(notes)]
     return lines

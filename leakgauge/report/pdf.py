@@ -1,4 +1,4 @@
-"""The report on paper: verdict, tables and a page of pictures.
+"""The report on paper: the verdict on its first page, tables, pictures and charts.
 
 Needs fpdf2 (`pip install 'leakgauge[pdf]'`), which is imported only when a PDF is made. The fonts
 are the DejaVu that come with matplotlib: the fonts built into PDF know no "→", "≥" or "č". A
@@ -8,19 +8,24 @@ character they do not have either is printed as "□".
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from leakgauge.errors import InputError
-from leakgauge.report import annex, contents, pictures, references, wording
+from leakgauge.audit.advice import defended
+from leakgauge.config import optional
+from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
+from leakgauge.report.charts import Chart
 from leakgauge.report.contents import Images, Result
+from leakgauge.report.figures import Mark
 
 if TYPE_CHECKING:
     from fpdf import FPDF
 
+Colour: TypeAlias = tuple[int, int, int]
 INK, MUTED, LINE, ACCENT = (27, 36, 48), (90, 102, 116), (205, 210, 216), (0, 114, 178)
-TONES = {
+PANEL, MARK, LIMIT = (238, 243, 247), (179, 71, 0), (192, 74, 0)
+TONES: dict[str, Colour] = {
     "Leaks": (192, 74, 0),
     "Below the limit": (0, 120, 90),
     "Inconclusive": (138, 90, 0),
@@ -28,19 +33,38 @@ TONES = {
     contents.NO_VERDICT: (138, 90, 0),
 }
 MOST_ROWS = 60
+MOST_LINES = 24  # of one chart
+FIGURE = 7.5  # mm: the height of one figure
 MOST_PICTURES = 32
-MOST_IN_CELL = 400  # characters: a row must fit on a page
+MOST_IN_CELL = 1000  # characters: a row must fit on a page
+
+DEFENCES = (
+    "Each defence against the strongest attack that the verdict may use; what it costs in accuracy "
+    "was not measured."
+)
+DISTRIBUTIONS = "PSNR of every record: the spread over records and seeds is the finding."
+LABELS = "The share of the batch's labels that an attack named, beside what guessing reaches."
 
 
 def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     """The PDF for a result whose result.json and pictures are in `folder`."""
     contents.check_images(images)
     pdf = _document(result)
-    _first_page(pdf, result)
+    _first_page(pdf, result, folder, images)
+    pdf.add_page()
     _findings(pdf, result)
     _pictures(pdf, result, folder, images)
-    _heading(pdf, "Scope")
-    _facts(pdf, contents.scope(result))
+    for title, chart, words in (
+        ("Defences", charts.defences(result), DEFENCES),
+        ("Distributions", charts.distribution(result), DISTRIBUTIONS),
+        ("Labels", charts.labels(result), LABELS),
+    ):
+        if chart.lines:
+            _heading(pdf, title)
+            _text(pdf, words, size=8, colour=MUTED)
+            _plot(pdf, chart)
+    _why(pdf, result)
+    _control(pdf, result)
     _heading(pdf, "Threat model")
     _text(pdf, contents.threat_sentence(result))
     if known := contents.knowledge(result):
@@ -50,9 +74,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
             [(k.item, k.words, "holds" if k.held else "does not hold") for k in known],
             (2, 6, 2),
         )
-    _control(pdf, result)
-    _why(pdf, result)
-    _defences(pdf, result)
+    _heading(pdf, "Scope")
+    _facts(pdf, contents.scope(result))
     _coverage(pdf, result)
     _heading(pdf, "Limits")
     _list(pdf, contents.limits(result, images))
@@ -76,12 +99,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
 
 def check() -> None:
     """Say at once if no PDF can be made, before an audit is run for it."""
-    try:
-        import fpdf  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "a PDF needs fpdf2, which is not installed: pip install 'leakgauge[pdf]'"
-        ) from None
+    for package in ("fpdf", "matplotlib"):  # of matplotlib, the fonts
+        optional(package, "pdf", "a PDF")
 
 
 def _document(result: Result) -> FPDF:
@@ -95,6 +114,7 @@ def _document(result: Result) -> FPDF:
     pdf.add_font("sans", "B", fonts / "DejaVuSans-Bold.ttf")
     pdf.add_font("mono", "", fonts / "DejaVuSansMono.ttf")
     pdf.set_margin(16)
+    pdf.c_margin = 0  # words begin where boxes and pictures do
     pdf.set_auto_page_break(True, 16)
     # The same result gives the same bytes: the date is that of the audit, not of the printing.
     pdf.set_creation_date(_date(result["times"]["finished"]))
@@ -112,67 +132,189 @@ def _date(finished: str | None) -> datetime.datetime:
     return date if date.tzinfo else date.replace(tzinfo=datetime.UTC)
 
 
-def _first_page(pdf: FPDF, result: Result) -> None:
+def _first_page(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
+    """All that an officer needs: the same parts as on the page, in the same order."""
     word = contents.outcome(result)
-    _text(pdf, f"LeakGauge audit · {result['name']}", size=9, colour=MUTED)
-    pdf.ln(4)
+    _text(pdf, f"LeakGauge audit · {result['name']}", size=8, colour=MUTED)
+    pdf.ln(3)
     level = contents.risk_level(result)
-    _text(pdf, word + (f" · risk {level}" if level else ""), size=13, bold=True, colour=TONES[word])
-    pdf.ln(1)
-    _text(pdf, contents.headline(result), size=17, bold=True)
+    _badge(pdf, word, 11)
+    _text(pdf, f"   Risk: {level}" if level else "", size=10, colour=MUTED)
     pdf.ln(4)
-    figures = contents.key_figures(result)
-    if figures:
-        rows = [(figure.label, figure.value, figure.note) for figure in figures]
-        _table(pdf, ("", "", ""), rows, (3, 2, 9), size=9)
-        _text(pdf, f"Strongest attack: {contents.strongest_setting(result)}.", colour=MUTED)
-    pdf.ln(2)
-    _list(pdf, result["verdict"]["sentences"] if result["verdict"] else [])
+    _text(pdf, contents.headline(result), size=15, bold=True)
+    pdf.ln(1.5)
+    if rests := contents.rests_on(result):
+        _text(pdf, rests, colour=MUTED)
+    pdf.ln(3)
+    _cards(pdf, contents.key_figures(result))
+    _worst_and_next(pdf, result, folder, images)
+    if defences := contents.defence_verdicts(result):
+        _heading(pdf, "The verdict on each defence")
+        _table(
+            pdf,
+            ("Defence", "Verdict", "What was found"),
+            [
+                (
+                    f"{line.defence} {line.settings}".rstrip(),
+                    line.outcome,
+                    "\n".join(f"{kind}: {state}. {words}" for kind, words, state in line.kinds)
+                    or "nothing was measured",
+                )
+                for line in defences
+            ],
+            (3, 2, 9),
+            tones={1: TONES},
+        )
     levels = "; ".join(f"{level}, {meaning}" for level, meaning in contents.RISKS.items())
     pdf.ln(2)
     _text(
         pdf,
         "PSNR compares a reconstruction with the true picture, pixel by pixel, in decibels: the "
-        f"higher, the more has leaked. Risk: {levels}.",
-        size=8,
+        f"higher, the more has leaked. Above 50 dB the two look the same. Risk: {levels}.",
+        size=7.5,
         colour=MUTED,
     )
+
+
+def _badge(pdf: FPDF, word: str, size: float) -> None:
+    """The outcome in its colour; what follows stands beside it."""
+    pdf.set_font("sans", "B", size)
+    width, height, tone = pdf.get_string_width(word) + 6, size * 0.6, TONES[word]
+    pdf.set_draw_color(*tone)
+    pdf.set_fill_color(*_soft(tone))
+    x, y = pdf.get_x(), pdf.get_y()
+    pdf.rect(x, y, width, height, style="DF", round_corners=True, corner_radius=height / 2)
+    pdf.set_text_color(*tone)
+    pdf.cell(width, height, word, align="C")
+
+
+def _soft(tone: Colour, share: float = 0.12) -> Colour:
+    """A colour on white, at this share."""
+    red, green, blue = (round(255 - share * (255 - part)) for part in tone)
+    return red, green, blue
+
+
+def _cards(pdf: FPDF, figures_: Sequence[contents.Figure]) -> None:
+    """The key figures side by side."""
+    if not figures_:
+        return
+    gap, top = 2.5, pdf.get_y()
+    width = (pdf.epw - gap * (len(figures_) - 1)) / len(figures_)
+    # The boxes are as high as the longest words need.
+    tallest = max(_card(pdf, figure, top, width, dry=True) for figure in figures_)
+    for i, figure in enumerate(figures_):
+        pdf.set_xy(pdf.l_margin + i * (width + gap), top)
+        pdf.set_fill_color(*PANEL)
+        pdf.rect(pdf.get_x(), top, width, tallest, style="F", round_corners=True, corner_radius=1.8)
+        _card(pdf, figure, top, width, dry=False)
+    pdf.set_xy(pdf.l_margin, top + tallest)
+
+
+def _card(pdf: FPDF, figure: contents.Figure, top: float, width: float, dry: bool) -> float:
+    """One key figure; its height."""
+    x, y = pdf.get_x(), top + 2.2
+    for words, size, bold, colour in (
+        (figure.label, 7, True, MUTED),
+        (figure.value, 11.5, True, INK),
+        (figure.note, 7.5, False, INK),
+        (figure.against, 7, False, MUTED),
+    ):
+        pdf.set_xy(x + 2, y)
+        y += _lines(pdf, words, width - 4, size, bold, colour, dry=dry) + 0.9
+    pdf.set_xy(x, top)
+    return y - top + 1
+
+
+def _lines(
+    pdf: FPDF, words: str, width: float, size: float, bold: bool, colour: Colour, dry: bool
+) -> float:
+    """Lay out words in a column; the height they take. `dry` only measures."""
+    pdf.set_font("sans", "B" if bold else "", size)
+    pdf.set_text_color(*colour)
+    step = size * 0.47
+    text = _known(pdf, words)
+    height = pdf.multi_cell(width, step, text, align="L", dry_run=True, output="HEIGHT")
+    if not dry:
+        pdf.multi_cell(width, step, text, align="L")
+    return cast(float, height)
+
+
+def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
+    """The worst picture at the left, what to do next at the right."""
+    pair, steps = pictures.worst(result), contents.next_steps(result)
+    top = pdf.get_y() + 5
+    left = 76.0 if pair else 0.0
+    lowest = top
+    if pair:
+        pdf.set_xy(pdf.l_margin, top)
+        _text(pdf, "The worst picture", size=10.5, bold=True, colour=ACCENT, width=left)
+        y, side = pdf.get_y() + 1.5, (left - 5) / 2
+        shown = 0
+        for k, name in enumerate((pair.truth, pair.guess) if images != "hide" else ()):
+            if content := pictures.png(folder, name, images):
+                x = pdf.l_margin + k * (side + 1)
+                pdf.image(content, x, y, side, side, keep_aspect_ratio=True)
+                shown += 1
+        pdf.set_xy(pdf.l_margin, y + (side + 1.5 if shown else 0))
+        caption = contents.worst_caption(pair.trial, pair.record, images)
+        _text(pdf, caption, size=7.5, colour=MUTED, width=left - 4)
+        lowest = pdf.get_y()
+    if steps:
+        old, x = pdf.l_margin, pdf.l_margin + left
+        pdf.set_left_margin(x)
+        pdf.set_xy(x, top)
+        _text(pdf, "What to do next", size=10.5, bold=True, colour=ACCENT)
+        pdf.ln(1.5)
+        for i, step in enumerate(steps, 1):
+            _text(pdf, f"{i}.  {step.replace('`', '')}", size=9.5)
+            pdf.ln(1.2)
+        pdf.set_left_margin(old)
+        lowest = max(lowest, pdf.get_y()) if pdf.page == 1 else pdf.get_y()
+    pdf.set_xy(pdf.l_margin, lowest)
 
 
 def _findings(pdf: FPDF, result: Result) -> None:
     _heading(pdf, "Findings")
     found = contents.findings(result)
-    rows = []
+    rows: list[Sequence[str]] = []
     for finding in found[:MOST_ROWS]:
-        head = f"{finding.attack}, defence {finding.defence}, round {finding.round}"
+        where = f"{defended(finding.defence)}, round {finding.round}"
         if finding.state:
-            rows.append((head, "0", "–", "–", "–", "–", "–", finding.state))
+            rows += [(f"{finding.attack}, {where}", *["–"] * 7), (finding.state,)]
             continue
         rows.append(
             (
-                " ⚠ ".join([f"{head} ({finding.realism})", *finding.caveats]),
+                f"{finding.attack}, {where} ({finding.realism})",
                 finding.records,
-                f"{finding.median} ({finding.interval})",
+                f"{finding.median}\n{finding.interval}",
                 finding.worst,
                 finding.base,
-                f"{finding.found} ({finding.chance})",
-                f"{finding.labels} ({finding.guessing})",
+                f"{finding.found}\n({finding.chance})",
+                f"{finding.labels}\n({finding.guessing})",
                 finding.risk or "–",
             )
         )
-    header = ("Attack", "Records", "Median PSNR (95 %)", "Highest", "Mean image",
-              "Found (chance)", "Labels (guessing)", "Risk")  # fmt: skip
-    _table(pdf, header, rows, (9, 3, 5, 3, 3, 3, 4, 3), size=7)
+        if finding.caveats:
+            rows.append(("⚠ " + " ⚠ ".join(finding.caveats),))
+    header = ("Attack", "Records", "Median PSNR (95 %)", "Highest", "Mean picture",
+              "Recognised (chance)", "Labels (guessing)", "Risk")  # fmt: skip
+    _table(pdf, header, rows, (9, 4, 5, 4, 4, 5, 5, 4), size=7)
     if len(found) > MOST_ROWS:
         _text(pdf, f"{len(found) - MOST_ROWS} more rows are in result.json.", colour=MUTED)
+    if note := contents.inapplicable(result):
+        _text(pdf, note, size=8, colour=MUTED)
+    _list(pdf, contents.evidence(result))
 
 
 def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     found = pictures.pairs(result)
     if images == "hide" or not found:
         return
-    pdf.add_page()
-    _heading(pdf, "Reconstructions")
+    columns, gap = 4, 4.0
+    width = (pdf.epw - (columns - 1) * gap) / columns
+    side = (width - 1) / 2
+    height = side + 9
+    _heading(pdf, "Reconstructions", height)
     chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=lambda pair: -pair.leak)
     _text(
         pdf,
@@ -182,10 +324,7 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
         colour=MUTED,
     )
     pdf.ln(2)
-    columns, gap = 4, 4.0
-    width = (pdf.epw - (columns - 1) * gap) / columns
-    side, top = (width - 1) / 2, pdf.get_y()
-    height = side + 9
+    top = pdf.get_y()
     for i, pair in enumerate(chosen):
         x = pdf.l_margin + (i % columns) * (width + gap)
         if i % columns == 0 and i:
@@ -197,8 +336,8 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
             if content := pictures.png(folder, name, images):
                 pdf.image(content, x + k * (side + 1), top, side, side, keep_aspect_ratio=True)
         pdf.set_xy(x, top + side)
-        score = wording.decibels(pair.leak) if "psnr" in pair.trial["scores"] else ""
-        caption = f"{score} {pair.trial['attack']}, {pair.trial['defence']}"
+        where = defended(pair.trial["defence"])
+        caption = f"{wording.decibels(pair.leak)} {pair.trial['attack']}, {where}"
         _text(pdf, wording.shortened(caption, 60), size=6, width=width)
     pdf.set_xy(pdf.l_margin, top + height)
 
@@ -208,74 +347,147 @@ def _control(pdf: FPDF, result: Result) -> None:
     if not result["control"]:
         _text(pdf, "None is part of this result: a low number in it is no evidence of safety.")
         return
-    rows = [
-        (
-            entry["attack"],
-            wording.decibels(entry["psnr"]),
-            wording.decibels(entry["baseline"]),
-            "broke it" if entry["passed"] else f"did not break it: {entry['reason'] or '–'}",
-        )
-        for entry in result["control"]
-    ]
-    _table(pdf, ("Attack", "PSNR on the twin", "Mean image", "Control"), rows, (3, 2, 2, 5))
+    rows = [(line.attack, line.psnr, line.base, line.words) for line in contents.control(result)]
+    _table(pdf, ("Attack", "PSNR on the twin", "Mean picture", "Control"), rows, (3, 2, 2, 6))
 
 
 def _why(pdf: FPDF, result: Result) -> None:
     _heading(pdf, "Why")
     if explanation := result["explanation"]:
         _text(pdf, explanation["sentence"])
-        rows = [
-            (
-                rung["factor"],
-                rung["label"],
-                wording.decibels(rung["median"]),
-                wording.change(rung["change"]),
-            )
-            for rung in explanation["rungs"]
-        ]
-        _table(pdf, ("Factor put back", "", "Median PSNR", "Change"), rows, (2, 5, 2, 2))
+        pdf.ln(1)
+        _text(
+            pdf,
+            "From the known-weak twin, the factors of this federation are put back one by one "
+            f"({explanation['attack']}):",
+            size=8,
+            colour=MUTED,
+        )
+        _plot(pdf, charts.ladder(result))
     else:
         _text(pdf, "The ladder that explains a result was not run.")
     if result["sensitivity"]:
         _text(pdf, f"Noise-to-gradient sensitivity: {result['sensitivity']['words']}")
 
 
-def _defences(pdf: FPDF, result: Result) -> None:
-    trades = contents.trade_off(result)
-    if not trades:
-        return
-    _heading(pdf, "Defences")
-    rows = [
-        (
-            f"{trade.defence} {trade.settings}",
-            str(trade.round),
-            trade.row["attack"],
-            wording.decibels(trade.row["scores"]["psnr"]["median"]),
-            wording.change(trade.change),
-            trade.accuracy or "not measured",
-        )
-        for trade in trades[:MOST_ROWS]
-    ]
-    header = ("Defence", "Round", "Strongest attack", "Median PSNR", "Change", "Accuracy")
-    _table(pdf, header, rows, (4, 1, 3, 2, 2, 2))
-
-
 def _coverage(pdf: FPDF, result: Result) -> None:
+    """Counts in columns; settings and reasons below them, over the whole width."""
     _heading(pdf, "Attacks run and not run")
-    rows = [
-        (
-            f"{line.attack} {line.settings}",
-            *map(str, (line.done, line.not_applicable, line.failed, line.not_run)),
-            "; ".join(line.reasons) or "–",
-        )
-        for line in contents.coverage(result)[:MOST_ROWS]
-    ]
-    header = ("Attack", "Done", "Not applicable", "Failed", "Not run", "Reason")
-    _table(pdf, header, rows, (4, 1, 2, 1, 1, 5))
+    rows: list[Sequence[str]] = []
+    for line in contents.coverage(result)[:MOST_ROWS]:
+        counts = map(str, (line.done, line.not_applicable, line.failed, line.not_run))
+        rows.append((line.attack, *counts))
+        words = [line.settings] if line.settings else []
+        if words or line.reasons:
+            rows.append(("\n".join([*words, *line.reasons]),))
+    _table(pdf, ("Attack", "Done", "Not applicable", "Failed", "Not run"), rows, (6, 2, 2, 2, 2))
+    for attack, reason in contents.whole_reasons(result):
+        _text(pdf, f"{attack}, in full: {reason}", size=7.5, colour=MUTED)
+        pdf.ln(0.8)
 
 
-def _heading(pdf: FPDF, words: str) -> None:
-    if pdf.get_y() > pdf.h - 45:  # not alone at the foot of a page
+# Charts
+
+KINDS: dict[str, tuple[Colour, float, float]] = {  # colour, opacity, width of the line in mm
+    "grid": (LINE, 1.0, 0.15),
+    "whisker": (ACCENT, 0.5, 0.25),
+    "box": (ACCENT, 0.16, 0.0),
+    "dot": (ACCENT, 0.55, 0.0),
+    "dot over": (ACCENT, 1.0, 0.0),
+    "median": (INK, 1.0, 0.7),
+    "bar": (ACCENT, 0.75, 0.0),
+    "interval": (INK, 1.0, 0.5),
+    "base": (MARK, 1.0, 0.4),
+    "limit": (LIMIT, 1.0, 0.35),
+    "mark": (MARK, 1.0, 0.6),
+}
+"""How each kind of mark looks on paper, after page.css."""
+
+
+def _plot(pdf: FPDF, chart: Chart) -> None:
+    """The figures of a chart below each other, with their words at both sides."""
+    names, numbers = 0.34 * pdf.epw, 0.2 * pdf.epw
+    x, width = pdf.l_margin + names, pdf.epw - names - numbers - 2
+    pdf.ln(1)
+    for i, line in enumerate(chart.lines[:MOST_LINES]):
+        words = f"{line.name}  {line.about}" + (f" ({line.realism})" if line.realism else "")
+        words = wording.shortened(words, 160)
+        texts = [part for part in (line.number, line.note) if part]
+        height = max(
+            FIGURE, _lines(pdf, words, names - 3, 7.5, False, INK, dry=True),
+            sum(_lines(pdf, part, numbers, 7.5, False, INK, dry=True) for part in texts),
+        ) + 2  # fmt: skip
+        if pdf.get_y() + height > pdf.h - pdf.b_margin - 8:  # room for the scale as well
+            if i:
+                _scale(pdf, chart, x, width)
+            pdf.add_page()
+        top = pdf.get_y()
+        pdf.set_xy(pdf.l_margin, top + 1)
+        _lines(pdf, words, names - 3, 7.5, False, INK, dry=False)
+        y = top + 1
+        for part, colour in zip(texts, (INK, MUTED), strict=False):
+            pdf.set_xy(x + width + 2, y)
+            y += _lines(pdf, part, numbers, 7.5, colour == INK, colour, dry=False)
+        for mark in line.marks:
+            _draw(pdf, mark, x, top + (height - FIGURE) / 2, width)
+        pdf.set_xy(pdf.l_margin, top + height)
+        pdf.set_draw_color(*LINE)
+        pdf.set_line_width(0.1)
+        pdf.line(pdf.l_margin, top + height, pdf.l_margin + pdf.epw, top + height)
+    _scale(pdf, chart, x, width)
+    if left := chart.left_out + max(0, len(chart.lines) - MOST_LINES):
+        _text(pdf, f"{left} more rows are not drawn.", size=7.5, colour=MUTED)
+    marks = {"dot": "●", "box": "▭", "diamond": "◇", "limit": "┆", "bar": "▬", "mark": "|"}
+    keys = "    ".join(f"{marks[kind]} {words}" for kind, words in chart.keys)
+    _text(pdf, keys, size=7, colour=MUTED)
+    pdf.ln(1)
+
+
+def _scale(pdf: FPDF, chart: Chart, x: float, width: float) -> None:
+    top = pdf.get_y() + 0.6
+    pdf.set_font("sans", "", 7)
+    pdf.set_text_color(*MUTED)
+    pdf.set_xy(pdf.l_margin, top)
+    pdf.cell(x - pdf.l_margin, 3.5, chart.label)
+    for tick in figures.ticks(chart.axis):
+        long = pdf.get_string_width(tick.text) + 2 * pdf.c_margin
+        shift = {"start": pdf.c_margin, "middle": long / 2, "end": long - pdf.c_margin}[tick.anchor]
+        pdf.set_xy(x + tick.x * width - shift, top)
+        pdf.cell(long, 3.5, tick.text)
+    pdf.set_xy(x + width + 2, top)
+    pdf.cell(0, 3.5, chart.number)
+    pdf.set_xy(pdf.l_margin, top + 4.5)
+
+
+def _draw(pdf: FPDF, mark: Mark, left: float, top: float, width: float) -> None:
+    """One mark in the figure whose upper left corner is given."""
+    colour, opacity, line = KINDS[mark.kind]
+    scale = FIGURE / figures.HEIGHT
+    x, y = left + mark.x * width, top + mark.y * scale
+    x2, y2 = left + mark.x2 * width, top + mark.y2 * scale
+    pdf.set_draw_color(*_soft(colour, opacity))
+    pdf.set_fill_color(*_soft(colour, opacity))
+    pdf.set_line_width(line or 0.2)
+    match mark.shape:
+        case "line":
+            if mark.kind == "limit":
+                pdf.set_dash_pattern(dash=0.9, gap=0.7)
+            pdf.line(x, y, x2, y2)
+            pdf.set_dash_pattern()
+        case "rect":
+            pdf.rect(x, y, max(x2 - x, 0.1), y2 - y, style="F")
+        case "dot":
+            pdf.ellipse(x - 0.5, y - 0.5, 1.0, 1.0, style="F")
+        case "diamond":
+            pdf.set_fill_color(255, 255, 255)
+            pdf.polygon([(x, y - 1.4), (x + 1.2, y), (x, y + 1.4), (x - 1.2, y)], style="DF")
+
+
+# Words and tables
+
+
+def _heading(pdf: FPDF, words: str, below: float = 12) -> None:
+    if pdf.get_y() + 20 + below > pdf.h - pdf.b_margin:  # not alone at the foot of a page
         pdf.add_page()
     pdf.ln(5)
     _text(pdf, words, size=12, bold=True, colour=ACCENT)
@@ -313,26 +525,40 @@ def _table(
     rows: Sequence[Sequence[str]],
     widths: Sequence[int],
     size: float = 8,
+    tones: Mapping[int, Mapping[str, Colour]] | None = None,
 ) -> None:
+    """A row of one cell belongs to the row above it, and takes the whole width. `tones` colours
+    the words of a column."""
+    from fpdf.enums import TableBordersLayout
     from fpdf.fonts import FontFace
 
     pdf.set_font("sans", "", size)
     pdf.set_text_color(*INK)
     pdf.set_draw_color(*LINE)
+    pdf.set_fill_color(0)  # the colour that leaves cells unfilled
+    pdf.set_line_width(0.2)
     with pdf.table(
         col_widths=tuple(widths),
         text_align="LEFT",
         v_align="TOP",
         line_height=size * 0.5,
-        borders_layout="HORIZONTAL_LINES",
+        borders_layout=TableBordersLayout.HORIZONTAL_LINES,
         padding=(0.8, 1.5, 0.8, 0),
         headings_style=FontFace(emphasis="BOLD", color=MUTED),
         first_row_as_headings=any(header),
     ) as drawn:
         for cells in [header, *rows] if any(header) else rows:
             row = drawn.row()
-            for cell in cells:
-                row.cell(_known(pdf, wording.shortened(cell, MOST_IN_CELL)))
+            wide = len(widths) if len(cells) == 1 < len(widths) else 1
+            for i, cell in enumerate(cells):
+                tone = (tones or {}).get(i, {}).get(cell, MUTED if wide > 1 else None)
+                row.cell(
+                    _known(pdf, wording.shortened(cell, MOST_IN_CELL)),
+                    colspan=wide,
+                    style=FontFace(color=tone, emphasis=None if wide > 1 else "BOLD")
+                    if tone
+                    else None,
+                )
     pdf.ln(1)
 
 

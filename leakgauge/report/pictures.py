@@ -1,7 +1,7 @@
 """Truths beside guesses, small enough to embed, and blurred for good when asked.
 
-A blurred picture is reduced to at most BLOCKS averages a side *before* it enters a report: the file
-holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
+A blurred picture is reduced to at most BLOCKS averages per side *before* it enters a report: the
+file holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
 blurred, since a good guess shows the same person as the truth.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 
 from PIL import Image
 
-from leakgauge.report.contents import Images, Result
+from leakgauge.report.contents import JUDGED, Images, Result
 
 MOST_PAIRS = 120
 MOST_BYTES = 6_000_000  # of all pictures in one report, as base64
 SIDE = 96  # pixels; larger pictures are scaled down
-BLOCKS = 6  # averages a side that are left of a blurred picture, fewer of a small one
+BLOCKS = 6  # averages per side that are left of a blurred picture, fewer of a small one
 MOST_PIXELS = 64_000_000  # a file that claims more is not decoded
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A truth and its guess: where they are, and what stands below them."""
+    """A truth and its guess: where they are, and what stands below them. `leak` is the PSNR."""
 
     trial: dict[str, Any]
     record: int
@@ -52,17 +52,20 @@ def pairs(result: Result) -> list[Pair]:
         for trial in result["trials"]
         if trial["kind"] == "trial" and trial["status"] == "done"
         for i, (leak, truth, guess) in enumerate(
-            zip(_leaks(trial), trial["images"]["truths"], trial["images"]["guesses"], strict=False)
+            zip(
+                trial["scores"]["psnr"],
+                trial["images"]["truths"],
+                trial["images"]["guesses"],
+                strict=False,  # not every record has its pictures kept
+            )
         )
     ]
     return sorted(found, key=lambda pair: -pair.leak)  # stable: equal ones keep the plan's order
 
 
-def _leaks(trial: dict[str, Any]) -> list[float]:
-    """How much of each record was recovered, by the best measure there is; more is worse."""
-    scores = trial["scores"]
-    known = next((scores[name] for name in ("psnr", "affine-psnr", "ssim") if name in scores), None)
-    return known or [0.0] * trial["records"]
+def worst(result: Result) -> Pair | None:
+    """The pair that leaked most, of attackers who were told no truths."""
+    return next((pair for pair in pairs(result) if pair.trial["realism"] in JUDGED), None)
 
 
 def chosen(found: list[Pair], most: int = MOST_PAIRS) -> list[Pair]:

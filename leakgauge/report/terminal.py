@@ -8,6 +8,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from leakgauge.report import contents, wording
+
 
 def summary_table(result: dict[str, Any]) -> Table:
     """One row for each attack, below its stage and defence: 80 columns wide."""
@@ -17,9 +19,11 @@ def summary_table(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"What leaks: {escape(result['name'])}",
         caption=(
-            f"PSNR, SSIM: median over {images} images (quartiles); baseline: of a mean image.\n"
-            "found: share told apart from other images; labels: share found (by guessing).\n"
-            "risk: the median PSNR in words, – where it does not exceed the baseline."
+            f"PSNR, SSIM: how alike the pictures are, median over {images} (quartiles).\n"
+            "baseline: the PSNR of a mean picture, which shows nothing of the record.\n"
+            "found: records recognised, picked out of a gallery by their reconstruction.\n"
+            "labels: share of the labels read (what guessing gives).\n"
+            "risk: the median PSNR in words; – where it is not above the baseline."
         ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -35,13 +39,9 @@ def summary_table(result: dict[str, Any]) -> Table:
             section = row["round"], row["defence"]
             after = f"round {row['round']}, " if stages else ""
             table.add_section()
-            table.add_row(f"[bold]{after}{_defended(row['defence'])}[/]")
+            table.add_row(f"[bold]{after}{contents.named(row['defence'])}[/]")
         table.add_row(f"  {row['attack']}", *_cells(row))
     return table
-
-
-def _defended(defence: str) -> str:
-    return "no defence" if defence == "none" else defence
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -65,12 +65,33 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def verdict(result: dict[str, Any]) -> list[str]:
+    """The verdict as lines of markup: the headline, a line per defence, why, what to do next."""
+    lines = ["", f"[bold]{escape(contents.headline(result))}[/]"]
+    if rests := contents.rests_on(result):
+        lines.append(escape(rests))
+    defences = contents.defence_verdicts(result)
+    for line in defences if len(defences) > 1 else []:
+        states = ", ".join(f"{kind.lower()}: {state}" for kind, _, state in line.kinds)
+        lines.append(escape(f"{line.defence}: {line.outcome}" + (f" ({states})" * bool(states))))
+    if result["explanation"]:
+        lines.append(escape(result["explanation"]["sentence"]))
+    steps = contents.next_steps(result)
+    lines += ["", "[bold]What to do next[/]"] if steps else []
+    lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, start=1)]
+    return [*lines, ""]
+
+
 def notes(result: dict[str, Any], most: int = 8) -> list[str]:
-    """What a reader of the table must know: reasons, errors and the attacks' own notes."""
+    """What a reader of the table must know: reasons, errors and the attacks' own notes. A reason
+    why an attack does not apply is said once, short."""
     notes: dict[str, int] = {}
     for trial in result["trials"]:
-        error = [trial["error"]] if trial["error"] else []
-        for note in [*error, *trial.get("notes", [])]:
+        said = list(trial.get("notes", []))
+        if trial["error"]:
+            word = "does not apply: " if trial["status"] == "not applicable" else ""
+            said.insert(0, word + wording.brief(trial["error"]))
+        for note in said:
             key = f"{trial['attack']}: {note}"
             notes[key] = notes.get(key, 0) + 1
     lines = [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import unicodedata
 from typing import Any
 
@@ -68,13 +67,11 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
-def wilson(share: float, records: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927): stays within 0 and 1, and is honest at both ends."""
-    z = 1.96
-    centre = share + z * z / (2 * records)
-    half = z * math.sqrt(share * (1 - share) / records + z * z / (4 * records * records))
-    scale = 1 + z * z / records
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+def brief(text: str, most: int = 160) -> str:
+    """The first sentence or clause of a reason; the whole of it is in result.json."""
+    ends = [end for mark in ("; ", ". ") if (end := text.find(mark)) > 0]
+    first = text[: min(ends, default=len(text))]
+    return first if len(first) <= most else f"{first[: most - 1].rstrip()}…"
 
 
 # Looking into tables whose keys are the user's

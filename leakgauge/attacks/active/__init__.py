@@ -1,4 +1,4 @@
-"""Attacks by a server that changes the model it sends: one file a paper.
+"""Attacks by a server that changes the model it sends: one file per paper.
 
 They exist to show what a guard must stop, and to test that it does.
 """

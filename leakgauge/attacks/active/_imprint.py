@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import names_sent, shared
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, ready, unnormalised
 from leakgauge.types import Dataset, LocalTraining, Observation, Target
@@ -30,12 +31,14 @@ FEWEST = 16  # public images; with fewer than bins, quantiles lie on straight li
 class Reader:
     """A linear layer whose first columns read the image, and the one behind its ReLU, by the names
     of their parameters. It reads pixels in [0, 1] if `raw`, else as local training normalises them.
+    It is not `alone` if other layers share its parameters: their gradients are mixed into its own.
     """
 
     weight: str
     bias: str
     following: str
     raw: bool
+    alone: bool = True
 
 
 def reader(model: nn.Module, target: Target) -> Reader:
@@ -65,18 +68,26 @@ def reader(model: nn.Module, target: Target) -> Reader:
                 "but ReLU between them"
             )
     layer = runs[at]
-    if layer.module.bias is None or not all(p.requires_grad for p in layer.module.parameters()):
+    held, sent = model.get_submodule(layer.name), names_sent(model)
+    weight, bias = sent.get(id(held.weight)), sent.get(id(held.bias))
+    if weight is None or bias is None:
         raise NotApplicable(
             f"images are read from the gradients of a weight and a bias, but {layer.name!r} has no "
             "bias or is not trained"
         )
+    again = sum(run.name == layer.name for run in runs) > 1
     behind = next((run for run in runs[at + 1 :] if isinstance(run.module, nn.Linear)), None)
-    if behind is None or not torch.equal(behind.entered, layer.left.relu()):
+    if (
+        behind is None
+        or not torch.equal(behind.entered, layer.left.relu())
+        or not isinstance(behind.module.weight, nn.Parameter)  # computed: it cannot be set
+    ):
         raise NotApplicable(
             f"a unit keeps a record to itself only behind a ReLU, but the layer {layer.name!r}, "
             "which reads the image, is not followed by ReLU and another linear layer"
         )
-    return Reader(f"{layer.name}.weight", f"{layer.name}.bias", f"{behind.name}.weight", raw)
+    alone = not again and not shared(model) & {weight, bias}
+    return Reader(weight, bias, f"{behind.name}.weight", raw, alone)
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ def _hand_on(convolution: nn.Module, target: Target, first: bool) -> None:
 
 
 def channelwise(training: LocalTraining, channels: int) -> tuple[Tensor, Tensor]:
-    """The mean and std of the normalisation, one a channel."""
+    """The mean and std of the normalisation, one per channel."""
     mean, std = (torch.tensor(v).expand(channels) for v in (training.mean, training.std))
     return mean, std
 

@@ -27,8 +27,8 @@ as these move the weights little: mixtures are refused, not returned.
 Differs from the paper: closed form for images as well; a position is read from each token, where
 the paper matches tokens and positions afterwards; which tokens belong to one record is not encoded
 by attention: the error that reaches a token, divided by the derivative that the server can compute
-for it, is one number a record (`signatures`). Patches not found show the public mean colour, tokens
-−1.
+for it, is one number per record (`signatures`). Patches not found show the public mean colour,
+tokens −1.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised, unnormalised
 from leakgauge.types import (
@@ -55,7 +56,9 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class Decepticons:
-    """`scale` is s; None: units^−½ for a ReLU, 1e5 for others, since a GELU is a ReLU from afar.
+    """A transformer whose update holds its tokens (Fowl 2023).
+
+    `scale` is s; None: units^−½ for a ReLU, 1e5 for others, since on large inputs a GELU is a ReLU.
 
     `voice` is the share of the tokens in what the class token becomes. At 1 records are told apart
     best; at 0.01 local steps move the weights less, so that more than one step can be read.
@@ -263,7 +266,7 @@ def _solved_tokens(model: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _derivatives(model: Any, x: Tensor, block_of: Tensor) -> Tensor:
     """How the number that block L hands to the class token changes with what a unit of a token's
-    block writes: the error that arrives is that, times one number a record."""
+    block writes: the error that arrives is that, times one number per record."""
     out = torch.zeros(len(x), dtype=x.dtype)
     *imprints, last = model.blocks
     for number in range(len(imprints)):
@@ -313,8 +316,8 @@ def _grouped(found: Found, records: int) -> Tensor:
     """The record of every part.
 
     Signatures that follow each other closely form a record; how closely is chosen so that most
-    parts find a place, since a record has one part a position. A part whose place is taken goes to
-    the record with the nearest signature that has it free.
+    parts find a place, since a record has one part per position. A part whose place is taken goes
+    to the record with the nearest signature that has it free.
     """
     record = torch.full((len(found),), -1)
     if not len(found):
@@ -420,6 +423,10 @@ def _check(model: nn.Module) -> None:
         )
     if not all(p.requires_grad for n, p in model.named_parameters() if ".mlp.fc1." in n):
         raise NotApplicable("Decepticons reads `mlp.fc1`, and here it is frozen: it is never sent")
+    if tied := sorted(name for name in shared(model) if name.startswith("blocks.")):
+        raise NotApplicable(
+            f"Decepticons gives every block weights of its own, and {tied[0]!r} is shared"
+        )
     if _is_vision(model):
         dim, *patch = model.get_parameter("patch_embed.proj.weight").shape
         numbers = patch[0] * patch[1] * patch[2]

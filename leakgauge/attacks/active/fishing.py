@@ -57,6 +57,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class Fishing:
+    """One record's gradient drowns all others (Wen 2022)."""
+
     by: Literal["class", "feature"] = "class"
     label: int = 0  # the class c
     bias: float = 1000.0  # β
@@ -75,9 +77,10 @@ class Fishing:
             )
         model = copy.deepcopy(target.model)
         layer = last_linear(model, target.shape)
-        if layer.bias is None:
+        if layer.weight is None or layer.bias is None:
             raise NotApplicable(
-                f"fishing sets the bias of the last layer, {layer.module!r} has none"
+                "fishing changes and reads the weight and the bias of the last layer, and in "
+                f"{layer.module!r} one of them is missing, frozen or shared with other layers"
             )
         weight, bias = model.get_parameter(layer.weight), model.get_parameter(layer.bias)
         with torch.no_grad():
@@ -124,6 +127,7 @@ class Fishing:
             layer = first_linear(seen.model, seen.shape)
         except NotApplicable:
             return self._optimised(seen, facts, rng, resources)
+        assert layer.weight is not None
         assert layer.bias is not None
         weight, bias = gradient(seen, layer.weight), gradient(seen, layer.bias)
         if layer.weight == secret["weight"]:  # a single layer: the other rows hold other records
@@ -157,9 +161,17 @@ class Fishing:
                 facts,
             )
         last = {seen.secret["weight"], seen.secret["bias"]}  # they hold the other records too
+        update = {name: value for name, value in seen.update.items() if name not in last}
+        if not update:
+            return _nothing(
+                seen,
+                "only the last layer is trained: the features of the fished record are known "
+                "exactly, and the update holds nothing else of it",
+                facts,
+            )
         alone = replace(
             seen,
-            update={name: value for name, value in seen.update.items() if name not in last},
+            update=update,
             records=1,
             labels=torch.tensor([facts["label"]]),
             training=replace(seen.training, batch_size=1, steps=1, epochs=None),

@@ -9,8 +9,8 @@ then zero outside client k's own columns, and the mean of all updates holds clie
 
     columns of client k in ∂L/∂W_i  =  share_k · Σ_(n of client k) δ_n·x_n
 
-One more channel a client is 1 for its own client and 0 for others: its columns hold Σ δ_n of client
-k alone, by which a record alone in its bin of its client is, as in Robbing the Fed,
+One more channel per client is 1 for its own client and 0 for others: its columns hold Σ δ_n of
+client k alone, by which a record alone in its bin of its client is, as in Robbing the Fed,
 
     x = (∂L/∂W_i − ∂L/∂W_(i+1))_(image of k) / (∂L/∂W_i − ∂L/∂W_(i+1))_(one of k)
 
@@ -45,6 +45,7 @@ from leakgauge.attacks.active._imprint import (
     ratios,
 )
 from leakgauge.attacks.analytic import unexplained
+from leakgauge.errors import NotApplicable
 from leakgauge.types import (
     Knowledge,
     Observation,
@@ -59,6 +60,8 @@ IMPRINT = "imprint.fc1.weight"
 
 @dataclass(frozen=True)
 class Loki:
+    """Separate bins per client survive averaging (Zhao 2024)."""
+
     bins: int = 512
     functional: Functional = "mean"
     gain: float = 1.0  # of the layer behind the imprint
@@ -103,6 +106,8 @@ class Loki:
             found.append(quotients)
             strengths.append(ones[rows].abs())
             owners.append(torch.full((len(rows),), client))
+        if not found:
+            raise NotApplicable("no unit of the layer that reads the images passed on a gradient")
         quotients, owner = torch.cat(found), torch.cat(owners)
         images = as_images(quotients, seen.shape, training, raw=False)
         chosen = best(images, torch.cat(strengths), records)

@@ -60,6 +60,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class RobbingTheFed:
+    """An extra layer sorts images into bins (Fowl 2022)."""
+
     form: Literal["parameters", "block"] = "parameters"
     bins: int | None = None  # None: every unit of the layer, 512 in a block
     functional: Functional = "mean"
@@ -81,6 +83,11 @@ class RobbingTheFed:
             layer = Reader("imprint.fc1.weight", "imprint.fc1.bias", "imprint.fc2.weight", False)
             return Tampered((model,), {"reader": layer, "units": torch.arange(count)})
         layer = reader(model, target)
+        if not layer.alone:
+            raise NotApplicable(
+                f"the bins are rows of {layer.weight!r}, which other layers share: their gradients "
+                "would fall into the bins"
+            )
         weight, bias, following = (
             model.get_parameter(name) for name in (layer.weight, layer.bias, layer.following)
         )

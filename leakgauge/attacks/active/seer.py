@@ -60,7 +60,10 @@ FILE = "seer.safetensors"  # in the option `folder`
 
 @dataclass(frozen=True)
 class Seer:
-    """`folder` keeps the training, every `every` steps, and continues what it finds there."""
+    """A trained model lets one record through (Garov 2024).
+
+    `folder` keeps the training, every `every` steps, and continues what it finds there.
+    """
 
     steps: int = 2500
     lr: float = 1e-3
@@ -227,7 +230,7 @@ def shares_of(chosen: int, signs: Tensor) -> Tensor:
 
 
 def objective(rows: Tensor, picture: Tensor, decoder: Named, alpha: float) -> tuple[Tensor, Tensor]:
-    """The loss, and its first term a pixel, from the gradients (3, entries) of `shares_of`."""
+    """The loss, and its first term per pixel, from the gradients (3, entries) of `shares_of`."""
     code = disaggregate(rows, decoder)
     error = (decode(code[0], decoder) - picture).square().mean()
     left = (code[1:] @ decoder["r.weight"].T).square().mean()

@@ -52,6 +52,8 @@ from leakgauge.types import (
 
 @dataclass(frozen=True)
 class TrapWeights:
+    """Rows that only one record switches on (Boenisch 2023)."""
+
     rows: int | None = None  # None: every unit of the layer
     scale: float = 0.95
     sigma: float = 0.5

@@ -1,5 +1,7 @@
 """`leakgauge guard`: the guard for operators, and its evaluation.
 
+What a command needs is imported when it runs, so that help is there at once.
+
 Exit codes of `check` and `remember`: 0 the policy lets the client train on this model, 1 EXPOSED
 and refused, 4 INCONCLUSIVE (what the policy requires is missing), 5 REJECT, 2 the command is wrong
 or something of your own is (no such file, unknown option, unusable records, a damaged store).
@@ -13,24 +15,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
 
-from leakgauge import data as datasets
-from leakgauge.config import imported
-from leakgauge.detectors import fires
+from leakgauge.config import imported, optional
 from leakgauge.errors import CheckpointError, PlanError
-from leakgauge.files import read_tensors, write_json
-from leakgauge.guard import policy as policies
-from leakgauge.guard.calibrate import calibrate as calibrated
-from leakgauge.guard.guard import Guard, Verdict
-from leakgauge.types import Batch, Dataset, Detection, LocalTraining
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from leakgauge.guard import Guard, Verdict
+    from leakgauge.types import Batch, Dataset
 
 app = typer.Typer(
     help="Is a received model fit to be trained on? Before training, on the client.",
@@ -112,6 +112,8 @@ def remember(
 
     Exit codes as of `check`; only with 0 was anything remembered.
     """
+    from leakgauge.files import read_tensors
+
     guard, batch = _guard(make, policy, store, data, size)
     back = read_tensors(sent)
     verdict = _verdict(guard, model, batch, missed, first, restart)
@@ -133,6 +135,9 @@ def calibrate(
 
     It needs the table [training] of a policy: what your local training does.
     """
+    from leakgauge.guard import calibrate as calibrated
+    from leakgauge.guard import policy as policies
+
     if out.exists():
         raise PlanError(f"{out} is there already: name another file")
     settings = policies.read(policy) if policy else policies.Settings()
@@ -166,7 +171,9 @@ def evaluate(
     """
     from leakgauge.guard import evaluate as evaluation  # it needs the attacks, a guard does not
     from leakgauge.guard import findings
+    from leakgauge.guard import policy as policies
 
+    optional("matplotlib", "figures", "the figure of the evaluation")  # now, not at the end
     settings = policies.read(policy) if policy else policies.Settings()
     with aside.status("") as status:
         result = evaluation.run(
@@ -184,6 +191,10 @@ def evaluate(
 def _guard(
     make: str, policy: Path | None, store: Path | None, data: str | None, size: int
 ) -> tuple[Guard, Batch | None]:
+    from leakgauge.guard import Guard
+    from leakgauge.guard import policy as policies
+    from leakgauge.types import LocalTraining
+
     settings = policies.read(policy) if policy else policies.Settings()
     batch = _batch(data, size)
     training = settings.training
@@ -199,6 +210,8 @@ def _guard(
 
 def _make(spec: str) -> Callable[[], nn.Module]:
     """The operator's own code, from the folder they stand in."""
+    from torch import nn
+
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     found = imported(spec, "--make")
@@ -221,11 +234,15 @@ def _make(spec: str) -> Callable[[], nn.Module]:
 def _batch(data: str | None, size: int) -> Batch | None:
     if data is None:
         return None
+    from leakgauge.types import Batch
+
     loaded = _load(data, size)
     return Batch(loaded.inputs, loaded.labels)
 
 
 def _load(data: str, size: int) -> Dataset:
+    from leakgauge import data as datasets
+
     if Path(data).is_dir():
         return datasets.load("folder", path=data, size=size)
     if data.endswith(".npz"):
@@ -242,6 +259,11 @@ def _verdict(
     restart: str | None,
 ) -> Verdict:
     """The verdict on a file. What cannot be read safely goes no further."""
+    from leakgauge.files import read_tensors
+    from leakgauge.guard import Verdict
+    from leakgauge.guard import policy as policies
+    from leakgauge.types import Detection
+
     if not path.is_file():
         raise PlanError(f"there is no model at {path}: check the path")
     try:
@@ -254,6 +276,9 @@ def _verdict(
 
 
 def _tell(verdict: Verdict, out: str | None) -> None:
+    from leakgauge.detectors import fires
+    from leakgauge.files import write_json
+
     if out not in (None, "-"):
         write_json(Path(str(out)), verdict.as_dict())
     page = aside if out == "-" else console

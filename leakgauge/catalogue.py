@@ -1,0 +1,124 @@
+"""What a plan or a policy can name, in one line each, read from the source without importing it.
+
+Importing the methods imports PyTorch, which takes seconds; a list of names should not. The dicts
+(`ATTACKS`, `DEFENCES`, …) stay the only place where a method is entered: their keys, and the first
+line of the docstring of what they point to, are read from the package's files as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Methods of one kind: what they are, and the dicts that hold them, as `module:NAME`."""
+
+    about: str
+    dicts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a dict: its name, what it is, and where that is written."""
+
+    name: str
+    summary: str
+    module: str
+    source: str  # the dict it stands in, as `module:NAME`
+
+
+KINDS: dict[str, Kind] = {
+    "attacks": Kind(
+        "a server that follows the protocol and reads the update", ("leakgauge.attacks:ATTACKS",)
+    ),
+    "malicious-servers": Kind(
+        "a server that changes the model it sends", ("leakgauge.attacks.active:ACTIVE_ATTACKS",)
+    ),
+    "defences": Kind("what a client does to its update", ("leakgauge.defences:DEFENCES",)),
+    "detectors": Kind(
+        "what the guard asks of a model it received", ("leakgauge.detectors:DETECTORS",)
+    ),
+    "models": Kind("the network that clients train", ("leakgauge.models:MODELS",)),
+    "initialisations": Kind("how a fresh network is filled", ("leakgauge.models.init:INITS",)),
+    "data": Kind("records that clients hold", ("leakgauge.data:DATASETS",)),
+    "partitions": Kind(
+        "how records are shared out among clients", ("leakgauge.fl.partition:PARTITIONS",)
+    ),
+    "metrics": Kind(
+        "how close a guess is to the record",
+        ("leakgauge.metrics:METRICS", "leakgauge.metrics:LOADED"),
+    ),
+    "labels": Kind("how an attack reads the labels", ("leakgauge.attacks._labels:RULES",)),
+}
+
+
+def entries(kind: str) -> list[Entry]:
+    """The methods of a kind, in the order of their dict, without importing them."""
+    return [entry for source in KINDS[kind].dicts for entry in _read(source)]
+
+
+def load(entry: Entry) -> Any:
+    """What the entry stands for. This imports it."""
+    module, _, name = entry.source.partition(":")
+    return getattr(importlib.import_module(module), name)[entry.name]
+
+
+@cache
+def _read(source: str) -> tuple[Entry, ...]:
+    module, _, name = source.partition(":")
+    found = []
+    for key, value in _items(module, name):
+        home, node = _definition(module, value)
+        summary = (ast.get_docstring(node) or "").partition("\n")[0]
+        found.append(Entry(key, summary, home, source))
+    return tuple(found)
+
+
+def _items(module: str, name: str) -> Iterator[tuple[str, ast.expr]]:
+    """Keys and values of the dict that a module assigns to this name."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+            assert isinstance(node.value, ast.Dict)
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                assert isinstance(key, ast.Constant)
+                yield str(key.value), value
+
+
+def _definition(module: str, value: ast.expr) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
+    """The module and the class or function that an expression in `module` names."""
+    if isinstance(value, ast.Call):  # partial(function, …)
+        value = value.args[0]
+    if isinstance(value, ast.Attribute):  # module.function
+        module, value = _imported(module, ast.unparse(value.value)), ast.Name(value.attr)
+    assert isinstance(value, ast.Name)
+    for node in _tree(module).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == value.id:
+            return module, node
+    return _definition(_imported(module, value.id), value)
+
+
+def _imported(module: str, name: str) -> str:
+    """The module that `name` is imported from, or that it is."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.ImportFrom) and any(name == alias.name for alias in node.names):
+            whole = f"{node.module}.{name}"
+            return whole if _path(whole).is_file() else str(node.module)
+    raise LookupError(f"{module} imports no {name}")
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(_path(module).read_text("utf-8"))
+
+
+def _path(module: str) -> Path:
+    package = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    inside = package / "__init__.py"
+    return inside if inside.is_file() else package.with_suffix(".py")
