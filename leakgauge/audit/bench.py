@@ -129,7 +129,7 @@ class Bench:
         (of the first client behind an aggregate)."""
         guard = Guard(case.scenario(self.plan).make_model, round_.training)
         truth = round_.truths[threat.victims(round_, case.threat(self.plan))[0]]
-        verdict = guard.check(dict(round_.model.state_dict()), truth)
+        verdict = guard.check(dict(round_.model.state_dict()), truth, first=True)
         fired = ", ".join(one.test for one in verdict.fired)
         words = f"a client's guard, without a memory, says {verdict.decision}"
         return {
