@@ -157,7 +157,7 @@ def calibrate(
 @app.command()
 def evaluate(
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("guard-evaluation"),
-    quick: Annotated[bool, typer.Option("--quick", help="A small one, in seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small one, in about a minute.")] = False,
     seed: Annotated[int, typer.Option(help="Of federations, clients and attacks.")] = 0,
     most: Annotated[
         int | None, typer.Option(min=0, help="Only so many of the honest federations.")
