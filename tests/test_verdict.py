@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from leakgauge.audit import Store, forecast, parse, run
+from leakgauge.audit.advice import capped
 from leakgauge.audit.cases import controls, ladder, trials
 from leakgauge.audit.checks import CHECKS, caveats
 from leakgauge.audit.ladder import FACTORS, describe, factors, weakened
-from leakgauge.audit.summary import capped, derived, explain, summarise
+from leakgauge.audit.summary import derived, explain, summarise
 from leakgauge.audit.verdict import beyond, leaking, weigh, wilson
 from leakgauge.defences import Clip
 from leakgauge.errors import NotApplicable

@@ -17,6 +17,7 @@ Row = dict[str, Any]
 LIMITS = {"pictures": "share", "found": "found", "labels": "labels"}
 """The key of `limit` in a plan that bounds each kind of leak."""
 
+CAP = 50.0  # dB: from here on a reconstruction is the picture, and more decibels mean nothing
 NOUNS = {
     "pictures": "recovered to {psnr:g} dB or better",
     "found": "picked out of the gallery beyond guessing",
@@ -26,6 +27,11 @@ NOUNS = {
 
 def percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %")
+
+
+def capped(psnr: float) -> str:
+    """A PSNR in words that mean something."""
+    return f"over {CAP:g} dB" if psnr > CAP else f"{psnr:.1f} dB"
 
 
 def what_leaks(kind: str, leak: Mapping[str, Any], psnr: float) -> str:
@@ -166,14 +172,15 @@ def sentences(
         low, high = psnr["interval"]
         said.append(
             f"Strongest attack: {worst['attack']} at round {worst['round']}, "
-            f"{defended(worst['defence'])}: median PSNR {psnr['median']:.1f} dB (95 % interval "
-            f"{low:.1f} to {high:.1f}, highest {psnr['most']:.1f}) over "
+            f"{defended(worst['defence'])}: median PSNR {capped(psnr['median'])} (95 % interval "
+            f"{capped(low)} to {capped(high)}, highest {capped(psnr['most'])}) over "
             f"{_number(worst['records'], 'record')}; a mean image scores {base:.1f} dB."
         )
     passed = [entry["attack"] for entry in control if entry["passed"]]
+    tried = [entry for entry in control if entry["psnr"] is not None]
     if control:
         said.append(
-            f"Positive control: {len(passed)} of {_number(len(control), 'attack')} recovered "
+            f"Positive control: {len(passed)} of {_number(len(tried), 'attack')} recovered "
             "records of the known-weak twin" + (f" ({', '.join(passed)})." if passed else ".")
         )
     if failed:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from leakgauge.audit.verdict import CAP, judge, judge_control, leaking, weigh
+from leakgauge.audit.advice import CAP, capped
+from leakgauge.audit.verdict import judge, judge_control, leaking, weigh
 from leakgauge.metrics import bootstrap, risk
 
 SUCCESS = 20.0  # dB: from here on the risk is called very high
@@ -188,11 +189,6 @@ def _why(attack: str, rows: list[dict[str, Any]], verdict: dict[str, Any]) -> st
         f"from {capped(before)} to {capped(most['median'])}, {left} the limit of {limit:g} dB"
         f"{adapts}."
     )
-
-
-def capped(psnr: float) -> str:
-    """A PSNR in words that mean something."""
-    return f"over {CAP:g} dB" if psnr > CAP else f"{psnr:.1f} dB"
 
 
 def _pooled(done: list[dict[str, Any]], name: str) -> list[float]:

@@ -35,7 +35,6 @@ from typing import Any
 from leakgauge.audit import advice
 
 MARGIN = 3.0  # dB above the mean image
-CAP = 50.0  # dB: from here on a reconstruction is the picture, and more decibels mean nothing
 EXIT = {"below the limit": 0, "leaks": 1, "failed": 3, "inconclusive": 4}
 KINDS = ("pictures", "found", "labels")
 MOST_RECORDS = 10**7  # beyond this many, no number of records is called enough

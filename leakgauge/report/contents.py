@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from leakgauge.audit.advice import defended, what_leaks
-from leakgauge.audit.summary import capped
+from leakgauge.audit.advice import capped, defended, what_leaks
 from leakgauge.errors import InputError
 from leakgauge.report.wording import (
     MOST_LISTED,

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leakgauge.audit.advice import defended
-from leakgauge.audit.summary import capped, derived
-from leakgauge.audit.verdict import CAP
+from leakgauge.audit.advice import CAP, capped, defended
+from leakgauge.audit.summary import derived
 from leakgauge.errors import InputError
 from leakgauge.report import contents, wording
 from leakgauge.report.contents import Result, Row

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from markupsafe import Markup
 
-from leakgauge.audit.verdict import CAP
+from leakgauge.audit.advice import CAP
 
 HEIGHT = 34
 MOST_DOTS = 150  # of one strip
