@@ -522,7 +522,9 @@ def _pulled(
     outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """The derivative by all that is wanted, the candidates first; zero by what plays no part."""
-    found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True) if outputs else (None,)
+    found: tuple[Tensor | None, ...] = (None,)
+    if any(output.requires_grad for output in outputs):
+        found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
     if found[0] is None:
         raise NotApplicable(
             "gradients are matched by their derivative by the image, and here they have none: the "
