@@ -239,6 +239,12 @@ def test_records_that_cannot_be_used_are_the_clients_mistake(sent, batch):
             Guard(make, TRAINING, policy=LAX).check(state, batch)
 
 
+def test_labels_of_any_whole_type_are_taken(sent, records):
+    small = Batch(records.inputs, records.labels.to(torch.uint8))
+    verdict = Guard(make, TRAINING).check(sent.state_dict(), small, first=True)
+    assert verdict.decision == "ACCEPT", str(verdict)
+
+
 def test_only_structure_looks_at_a_broken_model(sent, records):
     state = sent.state_dict()
     state["fc1.weight"][0, 0] = math.nan

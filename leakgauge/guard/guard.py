@@ -437,7 +437,7 @@ class Guard:
         seed = int.from_bytes(hashlib.sha256(self._secret + b"records").digest()[:7], "big")
         rng = torch.Generator().manual_seed(seed)
         chosen = drawn(labels, LOOKED_AT, rng)
-        inputs, labels = inputs[chosen], labels[chosen]
+        inputs, labels = inputs[chosen], labels[chosen].long()
         try:
             model = ready(self._fresh, self.training)
             dtype = next((p.dtype for p in model.parameters()), torch.float32)
