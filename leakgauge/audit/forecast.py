@@ -193,7 +193,7 @@ class _Trying:
 
     def _timed(self, case: Case, attack: Attack) -> float:
         """CPU seconds of one trial, whose round is played before."""
-        self.bench.plan = replace(self.plan, attacks=self.plan.attacks | {case.attack: attack})
+        self.bench.plan = replace(self.plan, attacks={**self.plan.attacks, case.attack: attack})
         self.bench.simulated(case)
         trial = self.bench.run(case, lambda done, total, objective: None)
         if trial["status"] == "not applicable":
