@@ -139,7 +139,7 @@ def test_what_cannot_be_wanted_is_refused(only, message):
 
 
 def test_a_size_too_large_for_the_wanted_ones_names_them():
-    with pytest.raises(PlanError, match="no photograph has 224 pixels a side among page"):
+    with pytest.raises(PlanError, match="no photograph has 224 pixels per side among page"):
         load("photos", size=224, only=["page"])
 
 
