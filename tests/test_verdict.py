@@ -116,6 +116,7 @@ def test_the_ladder_climbs_from_the_twin_to_the_trials() -> None:
     first, *_, last = (cases for _, cases in rungs)
     assert first == [case for case in controls(plan) if case.attack == "analytic"]
     assert {(case.kind, case.stage, case.defence) for case in last} == {("trial", 2, "clip")}
+    assert [case.seed for case in last] == [0, 1, 2]  # all of the plan: the number of the table
     for (_, below), (factor, above) in pairwise(rungs):
         gained = set(factors(above[0].scenario(plan), "server")) - set(
             factors(below[0].scenario(plan), "server")
@@ -400,6 +401,13 @@ def test_controls_are_not_pooled_into_the_summary() -> None:
     assert [(row["trials"], row["records"]) for row in result["summary"]] == [(1, 40)]
     assert result["summary"][0]["scores"]["psnr"]["most"] == 12.0
     assert result["verdict"]["records"] == 40
+
+
+def test_records_that_several_attacks_and_defences_meet_count_once() -> None:
+    result = audited(
+        trial(), trial(attack="b"), trial(defence="clip"), trial(seed=1), trial(seed=2, round=7)
+    )
+    assert result["verdict"]["records"] == 120  # two seeds of round 0, one of round 7
 
 
 def test_why_it_is_inconclusive_is_said_with_its_remedy() -> None:
