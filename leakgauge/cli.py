@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -45,6 +44,7 @@ from rich.text import Text
 
 from leakgauge import catalogue
 from leakgauge._version import __version__
+from leakgauge.cli_guard import Output
 from leakgauge.cli_guard import app as guard_app
 from leakgauge.config import choose, no_exit
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
@@ -62,8 +62,8 @@ app = typer.Typer(
 data_app = typer.Typer(help="Data sets on disk.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(guard_app, name="guard")
-console = Console(emoji=False, highlight=False)  # paths and names are printed as they are
-errors = Console(emoji=False, highlight=False, stderr=True)
+console = Output()
+errors = Output(stderr=True)
 
 FILLED = {"shape", "classes", "model", "rng", "guess", "truth", "weights", "head"}
 """Arguments of theirs that the audit fills in: no options of a plan."""

@@ -36,8 +36,21 @@ app = typer.Typer(
     help="Is a received model fit to be trained on? Before training, on the client.",
     no_args_is_help=True,
 )
-console = Console(emoji=False, highlight=False)
-aside = Console(emoji=False, highlight=False, stderr=True)  # where --json - leaves stdout alone
+
+
+class Output(Console):
+    """Paths and names are printed as they are. Whoever stops reading (`| head`) makes no error of
+    the plan: rich would end the program with 1."""
+
+    def __init__(self, *, stderr: bool = False):
+        super().__init__(emoji=False, highlight=False, stderr=stderr)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+console = Output()
+aside = Output(stderr=True)  # where --json - leaves stdout alone
 CODES = {"EXPOSED": 1, "INCONCLUSIVE": 4, "REJECT": 5}
 UNSAID = 64  # records of a round, where the policy has no table [training]
 

@@ -270,3 +270,18 @@ def test_before_the_number_of_trials_is_known_progress_says_calibrating(monkeypa
     assert "calibrating" not in shown()
     assert "trials" in shown()
     assert "0/3" in shown()
+
+
+def test_a_reader_that_stops_is_no_error_of_the_plan():
+    """`leakgauge list | head -1`: quiet, and with the code of a broken pipe."""
+    for _ in range(3):
+        listing = subprocess.Popen(
+            [sys.executable, "-m", "leakgauge.cli", "list", "--long"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert listing.stdout is not None
+        assert listing.stderr is not None
+        listing.stdout.close()  # before it has written
+        said = listing.stderr.read().decode()
+        assert (listing.wait(), said) == (141, "")
