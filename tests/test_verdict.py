@@ -457,8 +457,11 @@ def test_the_next_steps_follow_from_what_was_tested() -> None:
     weak = audited(trial(30.0, 1.0, 1.0), trial(30.0, 1.0, 1.0, defence="clip"))["verdict"]["next"]
     assert any("None of the tested defences" in step for step in weak)
     part = audited(trial(30.0), trial(9.0, 0.0, 1.0, defence="clip"))["verdict"]["next"]
-    assert any("closed the leak of pictures and recognition" in step for step in part)
+    assert any("closed the leak of pictures" in step for step in part)
     assert any("the leak of labels is still open" in step for step in part)
+    labels = audited(trial(labels=1.0), trial(defence="clip"), control=UNBROKEN)["verdict"]["next"]
+    assert "a server that sees them can read labels." in labels[0]
+    assert not any("pictures" in step for step in labels)  # no leak of them was found
     few = audited(trial(30.0, records=3), trial(9.0, defence="clip", records=3))["verdict"]["next"]
     assert any("at least 34 more records must show it" in step for step in few)
 

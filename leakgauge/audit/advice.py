@@ -223,7 +223,7 @@ def next_steps(
             "Protect updates like the data they come from until the leak is closed: "
             f"{whoever} that sees them can {_listed([can[kind] for kind in leaks])}."
         )
-        steps += _defence_steps(defences)
+        steps += _defence_steps(defences, leaks)
         if threat["actor"] == "server" and not threat.get("malicious"):
             steps.append(
                 'Consider secure aggregation, and audit it with `actor = "aggregate"` in '
@@ -260,8 +260,8 @@ def next_steps(
     return steps
 
 
-def _defence_steps(defences: list[dict[str, Any]]) -> list[str]:
-    """What the tested defences are worth, in one step."""
+def _defence_steps(defences: list[dict[str, Any]], leaks: list[str]) -> list[str]:
+    """What the tested defences are worth against these kinds of leak, in one step."""
     tested = [entry for entry in defences if entry["defence"] != "none" and entry["kinds"]]
     if not tested:
         return [
@@ -269,38 +269,46 @@ def _defence_steps(defences: list[dict[str, Any]]) -> list[str]:
             "audit again. None was tested here."
         ]
 
-    def left(entry: dict[str, Any]) -> list[str]:
-        return [kind for kind, leak in entry["kinds"].items() if leak["state"] == "leaks"]
+    def having(entry: dict[str, Any], *states: str) -> list[str]:
+        kinds = entry["kinds"]
+        return [kind for kind in leaks if kind in kinds and kinds[kind]["state"] in states]
 
-    best = min(tested, key=lambda entry: (len(left(entry)), entry["outcome"] != "below the limit"))
-    name = best["defence"]
-    if best["outcome"] == "below the limit":
+    def rank(entry: dict[str, Any]) -> tuple[int, int]:
+        return len(having(entry, "leaks")), len(having(entry, "undecided", "no control"))
+
+    best = min(tested, key=rank)
+    name, words = best["defence"], {"pictures": "pictures", "found": "recognition"}
+    named = {
+        state: _listed([words.get(kind, kind) for kind in having(best, *states)] or ["nothing"])
+        for state, states in {
+            "open": ("leaks",), "closed": ("below",), "unknown": ("undecided", "no control")
+        }.items()
+    }  # fmt: skip
+    left, unknown = rank(best)
+    if not left and not unknown:
         return [
-            f"Use {name}: with it the leak was below the limit, against attacks that do not adapt "
-            "to it. Measure what it costs in accuracy first; this audit did not."
+            f"Use {name}: with it the leak of {named['closed']} was below the limit, against "
+            "attacks that do not adapt to it. Measure what it costs in accuracy first; this audit "
+            "did not."
         ]
-    leaks = left(best)
-    if leaks and len(leaks) == len(best["kinds"]):
+    if left == len(leaks):
         return ["None of the tested defences closed the leak: test stronger settings, or others."]
-    open_, closed = (
-        [kind for kind in best["kinds"] if (kind in leaks) == side] for side in (True, False)
-    )
-    more = max((best["kinds"][kind]["more"] or 0 for kind in closed), default=0)
-    words = {"pictures": "pictures", "found": "recognition", "labels": "labels"}
-    undecided = [kind for kind in closed if best["kinds"][kind]["state"] != "below"]
-    step = f"Look closer at {name}: "
     parts = []
-    if undecided:
-        parts.append(
-            f"it may close the leak of {_listed([words[k] for k in undecided])}, but "
-            + (f"at least {_number(more, 'more record')} must show it" if more else "the "
-               "known-weak twin gave no evidence")
-        )  # fmt: skip
-    if shut := [kind for kind in closed if kind not in undecided]:
-        parts.append(f"it closed the leak of {_listed([words[k] for k in shut])}")
-    if open_:
-        parts.append(f"the leak of {_listed([words[k] for k in open_])} is still open")
-    return [step + "; ".join(parts) + ". The attacks did not adapt to it."]
+    if unknown:
+        more = max(
+            best["kinds"][kind]["more"] or 0 for kind in having(best, "undecided", "no control")
+        )
+        evidence = (
+            f"at least {_number(more, 'more record')} must show it"
+            if more
+            else "the known-weak twin gave no evidence"
+        )
+        parts.append(f"it may close the leak of {named['unknown']}, but {evidence}")
+    if having(best, "below"):
+        parts.append(f"it closed the leak of {named['closed']}")
+    if left:
+        parts.append(f"the leak of {named['open']} is still open")
+    return [f"Look closer at {name}: {'; '.join(parts)}. The attacks did not adapt to it."]
 
 
 def _listed(items: list[str]) -> str:

@@ -155,7 +155,7 @@ STATES = {
     "leaks": "leaks",
     "below": "below the limit",
     "undecided": "too few records to tell",
-    "no control": "no evidence: the attacks failed on the known-weak twin too",
+    "no control": "no evidence, the weak twin held too",
 }
 
 
