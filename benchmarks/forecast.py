@@ -20,7 +20,7 @@ from leakgauge.audit import Store, parse, run
 PHOTOS = {"name": "photos", "size": 32, "per_photo": 12}
 LENET = {"data": PHOTOS, "model": "lenet-zhu"}
 DIGITS = {"data": "digits", "model": {"name": "mlp", "hidden": [64]}}
-CONVNET = {"data": PHOTOS, "model": {"name": "convnet", "width": 16}}
+CONVNET = {"data": PHOTOS, "model": {"name": "convnet", "width": 0.25}}
 PLANS: dict[str, dict[str, Any]] = {
     "LeNet, Inverting Gradients, batch 1": {
         "federation": LENET,
