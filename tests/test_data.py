@@ -90,7 +90,9 @@ def test_digits_are_those_of_scikit_learn():
 
 
 @pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"1,2,3\n4,5,6\n"), gzip.compress(b"1," * 99)[:-9], None]
+    "content",
+    [b"no gzip", gzip.compress(b"1,2,3\n4,5,6\n"), gzip.compress(b"1," * 99)[:-9], None],
+    ids=["no gzip", "too few numbers", "cut short", "no file"],
 )
 def test_damaged_digits_are_an_error_in_words(tmp_path, monkeypatch, content):
     file = tmp_path / "digits.csv.gz"
