@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from leakgauge.attacks import Analytic
 from leakgauge.audit import Plan, Store, Watch, forecast, parse, run
 from leakgauge.errors import NotApplicable
 from leakgauge.types import (
@@ -172,6 +173,31 @@ def test_the_interval_holds_whichever_attack_climbs_the_ladder(
     assert found.low < actual < found.high
     assert found.low < 0.75 * found.cpu_seconds
     assert found.high > 1.25 * found.cpu_seconds
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Reads the picture itself where it can, for what it costs."""
+
+    clock: Clock
+    needs: ClassVar[frozenset[Knowledge]] = Analytic.needs
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        self.clock.spend(1.0)
+        return Analytic().reconstruct(seen, rng)
+
+
+def test_an_attack_that_is_exact_on_the_twin_is_the_one_that_climbs(
+    tmp_path: Path, clock: Clock
+) -> None:
+    attacks = {"costly": Search(clock, each=1.0), "exact": Exact(clock)}
+    plan = planned(clock, attacks, federation=HARD | {"model": {"name": "mlp", "hidden": [64]}})
+    found = forecast(plan)
+    result = run(plan, Store(tmp_path))
+    assert result["explanation"]["attack"] == "exact"
+    assert found.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
 
 
 def test_rounds_that_are_played_before_are_counted(

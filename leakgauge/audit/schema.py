@@ -320,7 +320,8 @@ def _expect(value: Any, shape: Any, path: str) -> None:
         case [inner]:
             if not isinstance(value, list):
                 _refuse(value, "a list", path)
-            if inner is float and all(type(v) is float and math.isfinite(v) for v in value):
+            numbers = inner is float or inner == Maybe(float)
+            if numbers and all(type(v) is float and math.isfinite(v) for v in value):
                 return  # most of a result is such lists
             for i, item in enumerate(value):
                 _expect(item, inner, f"{path}[{i}]")
