@@ -195,6 +195,8 @@ def test_whatever_follows_from_the_trials_is_refused_when_edited(result):
         *above, key = path
         if path[0] == "explanation" and key in ("factor", "label", "attack"):
             continue  # names of rungs, which no trial tells
+        if schema.WORDS & set(path):
+            continue  # sentences are said anew, see below
         damaged = copy.deepcopy(result)
         if isinstance(at(result, path), str):
             at(damaged, above)[key] = "edited"
@@ -203,7 +205,7 @@ def test_whatever_follows_from_the_trials_is_refused_when_edited(result):
         with pytest.raises(InputError):
             schema.check(damaged)
         checked += 1
-    assert checked > 120
+    assert checked > 110
 
 
 def test_an_edited_score_is_noticed_by_its_verdict(result):
@@ -216,11 +218,18 @@ def test_an_edited_score_is_noticed_by_its_verdict(result):
         schema.check(result)
 
 
-def test_another_version_s_words_are_said_anew(result):
-    true = result["verdict"]["headline"]
-    result["leakgauge"] = "0.0.9"
-    result["verdict"]["headline"] = "other words"
-    assert schema.check(result)["verdict"]["headline"] == true
+@pytest.mark.parametrize("version", [None, "0.0.9"])
+def test_other_words_are_said_anew(result, version):
+    """An edited headline reaches no report; that of another version is put as we put it."""
+    true = copy.deepcopy(result)
+    if version:
+        result["leakgauge"] = true["leakgauge"] = version
+    result["versions"]["torch"] = true["versions"]["torch"] = schema._torch()
+    result["verdict"]["headline"] = "all is well"
+    result["verdict"]["next"] = []
+    result["explanation"]["sentence"] = "everything protects"
+    result["control"][0]["reason"] = "other words"
+    assert schema.check(result) == true
 
 
 # Older versions.

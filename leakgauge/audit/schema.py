@@ -119,6 +119,7 @@ GIVEN = {
 }
 """What an audit measured and was told."""
 
+WORDS = {"headline", "next", "sentences", "sentence", "reason"}
 TOLD = {
     "plan": {"audit": {"limit": LIMIT}, "threat": {"actor": str, "malicious?": bool}},
     "verdict": {"outcome": OUTCOME, "exit_code": int},
@@ -179,9 +180,9 @@ def check(value: Any) -> Result:
 
 
 def _verified(result: Result) -> Result:
-    """The result with everything that follows from its trials derived again. Where the file says
-    something else it was edited, and is refused; another version may word or count differently,
-    but not come to another outcome."""
+    """The result with everything that follows from its trials derived again, the words too. Where
+    the file says something else it was edited, and is refused; another version may count
+    differently, but not come to another outcome."""
     found = _derived(result)
     same = result["leakgauge"] == __version__ and result["versions"].get("torch") == _torch()
     told, true = result["verdict"], found["verdict"]
@@ -189,9 +190,16 @@ def _verified(result: Result) -> Result:
         if told[key] != true[key]:
             _edited(f"verdict.{key}", f"it says {told[key]!r}, they say {true[key]!r}")
     for key in found if same else ():
-        if result[key] != found[key]:
-            _edited(key, "its numbers or words differ")
+        if _wordless(result[key]) != _wordless(found[key]):
+            _edited(key, "its numbers differ")
     return result | found
+
+
+def _wordless(value: Any) -> Any:
+    """Without the sentences, which may be put better while the numbers stay."""
+    if isinstance(value, dict):
+        return {key: _wordless(item) for key, item in value.items() if key not in WORDS}
+    return [_wordless(item) for item in value] if isinstance(value, list) else value
 
 
 def _edited(key: str, how: str) -> None:
