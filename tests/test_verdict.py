@@ -447,7 +447,10 @@ def test_each_defence_has_a_verdict_of_its_own() -> None:
     )
     found = {entry["defence"]: entry["outcome"] for entry in result["verdict"]["defences"]}
     assert found == {"none": "leaks", "clip": "below the limit", "prune": "leaks"}
-    assert any(step.startswith("Use clip") for step in result["verdict"]["next"])
+    use = next(step for step in result["verdict"]["next"] if step.startswith("Use clip"))
+    assert "pictures, recognition and labels was below the limit, on 40 records" in use
+    assert "cannot tell" not in use
+    assert not any("for safe" in step for step in result["verdict"]["next"])
 
 
 def test_the_next_steps_follow_from_what_was_tested() -> None:
@@ -459,9 +462,16 @@ def test_the_next_steps_follow_from_what_was_tested() -> None:
     part = audited(trial(30.0), trial(9.0, 0.0, 1.0, defence="clip"))["verdict"]["next"]
     assert any("closed the leak of pictures" in step for step in part)
     assert any("the leak of labels is still open" in step for step in part)
-    labels = audited(trial(labels=1.0), trial(defence="clip"), control=UNBROKEN)["verdict"]["next"]
+    reader = trial(9.0, 0.0, 1.0, kind="control", id="twin")  # it reads labels, and no more
+    labels = audited(trial(labels=1.0), trial(defence="clip"), control=reader)["verdict"]["next"]
     assert "a server that sees them can read labels." in labels[0]
-    assert not any("pictures" in step for step in labels)  # no leak of them was found
+    assert not any("leak of pictures" in step for step in labels)  # none was found
+    assert any(
+        step.startswith("Use clip: with it the leak of labels was below the limit, on 40 records")
+        and "Of pictures and recognition this audit cannot tell." in step
+        for step in labels
+    )
+    assert any("Do not take pictures and recognition for safe" in step for step in labels)
     few = audited(trial(30.0, records=3), trial(9.0, defence="clip", records=3))["verdict"]["next"]
     assert any("at least 32 more records must show it" in step for step in few)
 

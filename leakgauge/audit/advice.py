@@ -286,10 +286,13 @@ def _defence_steps(defences: list[dict[str, Any]], leaks: list[str]) -> list[str
     }  # fmt: skip
     left, unknown = rank(best)
     if not left and not unknown:
+        records = min(best["kinds"][kind]["records"] for kind in having(best, "below"))
+        open_ = [words.get(k, k) for k, leak in best["kinds"].items() if leak["state"] != "below"]
         return [
-            f"Use {name}: with it the leak of {named['closed']} was below the limit, against "
-            "attacks that do not adapt to it. Measure what it costs in accuracy first; this audit "
-            "did not."
+            f"Use {name}: with it the leak of {named['closed']} was below the limit, on "
+            f"{_number(records, 'record')} and against attacks that do not adapt to it. "
+            + (f"Of {_listed(open_)} this audit cannot tell. " if open_ else "")
+            + "Measure what it costs in accuracy first; this audit did not."
         ]
     if left == len(leaks):
         return ["None of the tested defences closed the leak: test stronger settings, or others."]
