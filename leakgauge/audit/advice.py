@@ -224,6 +224,13 @@ def next_steps(
             f"{whoever} that sees them can {_listed([can[kind] for kind in leaks])}."
         )
         steps += _defence_steps(defences, leaks)
+        held = [kind for kind, leak in kinds.items() if leak["state"] == "no control"]
+        if held:
+            names = _listed([{"found": "recognition"}.get(kind, kind) for kind in held])
+            steps.append(
+                f"Do not take {names} for safe: no attack succeeded on the known-weak twin either. "
+                "Give the attacks more iterations, or name stronger ones."
+            )
         if threat["actor"] == "server" and not threat.get("malicious"):
             steps.append(
                 'Consider secure aggregation, and audit it with `actor = "aggregate"` in '
