@@ -165,6 +165,21 @@ def test_the_self_audit_counts_the_records_that_can_be_read(sent, records):
     assert verdict.decision != "ACCEPT"
 
 
+def test_a_probe_that_found_nothing_does_not_say_that_nothing_can_be_read(records):
+    def convolution() -> nn.Module:
+        torch.manual_seed(0)
+        width = records.inputs[0, 0].numel()
+        channels = records.inputs.shape[1]
+        return nn.Sequential(
+            nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * width, 10)
+        )
+
+    verdict = Guard(convolution, WHOLE, policy=LAX).check(convolution().state_dict(), records)
+    assert verdict.exposure is not None
+    assert "no proof that none can be read" in verdict.exposure
+    assert "tokens" not in verdict.exposure
+
+
 def test_what_a_head_of_zeros_hides_in_the_first_step_is_probed(records):
     """It passes nothing back, so no unit shows a record; after one step of training they do."""
     model = zero_headed()

@@ -81,14 +81,14 @@ def _simulate(
             f"{data.name} has {len(data)} records; calibration takes {least} at least: "
             f"{CLIENTS} clients of one batch ({training.batch_size})."
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(1 + seed)  # the guard's own network has another seed
-        model = copy.deepcopy(make_model())
     shards = torch.randperm(len(data), generator=rng).tensor_split(CLIENTS)
     guards = [
         Guard(make_model, training, policy=policy, secret=f"{seed}/{k}".encode())
         for k in range(len(shards))
     ]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1 + seed)  # the guard's own network has another seed
+        model = copy.deepcopy(make_model())
     verdicts = []
     for index in range(ROUNDS):
         trained = []

@@ -495,11 +495,18 @@ def _exposure(found: tuple[Detection, ...], records: int) -> str | None:
     """The probe's isolation in words: what a reader of one step's update gets exactly."""
     for one in found:
         if one.test == "isolation" and math.isfinite(one.score):
-            if "tokens" in one.reason:
-                return f"about {one.score:.0%} of the tokens of your records could be read exactly"
             count = round(one.score * min(records, CROWD))
-            some = f"about {count}" if count else "none"
-            return f"{some} of your {records} images could be read exactly"
+            if not count:
+                return (
+                    "the probe found no single record in the update; that is no proof that none "
+                    "can be read from it"
+                )
+            if "tokens" in one.reason:
+                return (
+                    f"about {one.score:.0%} of the positions (tokens, patches) of your records "
+                    "could be read exactly"
+                )
+            return f"about {count} of your {records} images could be read exactly"
     return None
 
 
