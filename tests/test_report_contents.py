@@ -13,7 +13,7 @@ from sample_result import failed, sample
 from scipy.stats import binomtest
 
 from leakgauge.audit import verdict
-from leakgauge.report import annex, contents, figures, wording
+from leakgauge.report import annex, contents, figures, first_screen, wording
 
 
 @pytest.fixture
@@ -186,10 +186,10 @@ def test_failed_trials_of_a_row_are_a_caveat_of_it(result):
 def test_no_risk_is_named_where_a_mean_image_does_as_well(result):
     row = next(r for r in result["summary"] if r["defence"] == "none" and r["attack"] == "analytic")
     find = lambda: contents.findings(result)[result["summary"].index(row)].risk  # noqa: E731
-    assert find() == contents.risk_level(result) == "very high"
+    assert find() == first_screen.risk_level(result) == "very high"
     row["baselines"]["mean image"]["psnr"] = row["scores"]["psnr"]["median"]
     assert find() is None
-    assert contents.risk_level(result) is None
+    assert first_screen.risk_level(result) is None
 
 
 @pytest.mark.parametrize(("error", "text"), [(0.16, "16\xa0% too high"), (-0.4, "40\xa0% too low")])

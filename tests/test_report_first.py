@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from sample_result import failed, rederive, sample
 
-from leakgauge.report import contents, html, markdown, pdf, terminal, wording
+from leakgauge.report import contents, first_screen, html, markdown, pdf, terminal, wording
 
 FORMS = ["html", "markdown", "pdf", "terminal"]
 REASON = "no layer tells its records apart. fc2: the ratio is {:.2f}; fc1: it is no linear layer"
@@ -65,9 +65,9 @@ def in_order(text, *parts):
 def test_the_first_screen_has_all_its_parts_in_order(tmp_path, told, form, outcome):
     made = sample(tmp_path, outcome=outcome)
     text = told(form, made, tmp_path)
-    figures = contents.key_figures(made)
+    figures = first_screen.key_figures(made)
     pair = html.pictures.worst(made)
-    worst = contents.worst_caption(pair.trial, pair.record, "blur").split(" Left")[0]
+    worst = first_screen.worst_caption(pair.trial, pair.record, "blur").split(" Left")[0]
     in_order(
         text[text.index(contents.OUTCOMES[outcome]) :],
         contents.OUTCOMES[outcome],
@@ -182,6 +182,6 @@ def test_the_worst_picture_is_never_an_oracle_s(tmp_path):
 
 def test_records_of_oracles_are_no_evidence(tmp_path):
     made = sample(tmp_path)
-    assert contents.rests_on(made) == (
+    assert first_screen.rests_on(made) == (
         "This verdict rests on 12 different records, attacked in 12 trials by 2 attacks."
     )

@@ -1,7 +1,7 @@
 """Reports of an audit: pure functions of its result and of the pictures in its folder.
 
-`contents` holds the words and numbers, `html`, `markdown` and `pdf` give them a form, `references`
-names the papers, `diff` compares two results.
+`first_screen` and `contents` hold the words and numbers, `html`, `markdown` and `pdf` give them a
+form, `references` names the papers, `diff` compares two results.
 """
 
 from __future__ import annotations

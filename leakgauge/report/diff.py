@@ -16,7 +16,7 @@ from rich.text import Text
 from leakgauge.audit.advice import CAP, capped, defended
 from leakgauge.audit.summary import derived
 from leakgauge.errors import InputError
-from leakgauge.report import contents, wording
+from leakgauge.report import contents, first_screen, wording
 from leakgauge.report.contents import Result, Row
 from leakgauge.report.wording import NOTHING
 
@@ -65,7 +65,7 @@ def compare(a: Result, b: Result) -> Comparison:
     of_a, of_b = _rows(a), _rows(b)
     return Comparison(
         names=(a["name"], b["name"]),
-        outcomes=(contents.outcome(a), contents.outcome(b)),
+        outcomes=(first_screen.outcome(a), first_screen.outcome(b)),
         rows=tuple(_change(key, of_a.get(key), of_b.get(key)) for key in of_a | of_b),
         plans=tuple(_differences(a["plan"], b["plan"], "")),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leakgauge.report import contents, references
+from leakgauge.report import contents, first_screen, references
 from leakgauge.report.contents import Images, Result
 from leakgauge.report.wording import count, percent
 
@@ -39,7 +39,7 @@ def _findings(result: Result) -> str:
 
 
 def _defences(result: Result) -> str:
-    verdicts = contents.defence_verdicts(result)
+    verdicts = first_screen.defence_verdicts(result)
     below = sum(line.outcome == contents.OUTCOMES["below the limit"] for line in verdicts)
     return f"{len(verdicts)} compared, {below} below the limit"
 

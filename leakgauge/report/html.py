@@ -20,7 +20,16 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from leakgauge.audit.advice import defended
-from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
+from leakgauge.report import (
+    annex,
+    charts,
+    contents,
+    figures,
+    first_screen,
+    pictures,
+    references,
+    wording,
+)
 from leakgauge.report.contents import Images, Result
 from leakgauge.report.gists import gists
 
@@ -45,15 +54,15 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         scale=figures.scale,
         images=images,
         result=result,
-        outcome=contents.outcome(result),
-        headline=contents.headline(result),
-        level=contents.risk_level(result),
-        rests_on=contents.rests_on(result),
-        key_figures=contents.key_figures(result),
+        outcome=first_screen.outcome(result),
+        headline=first_screen.headline(result),
+        level=first_screen.risk_level(result),
+        rests_on=first_screen.rests_on(result),
+        key_figures=first_screen.key_figures(result),
         worst=_worst(result, folder, images),
-        steps=contents.next_steps(result),
-        defences=contents.defence_verdicts(result),
-        evidence=contents.evidence(result),
+        steps=first_screen.next_steps(result),
+        defences=first_screen.defence_verdicts(result),
+        evidence=first_screen.evidence(result),
         gists=gists(result, images, len(gallery["cards"])),
         findings=contents.findings(result),
         inapplicable=contents.inapplicable(result),
@@ -86,7 +95,7 @@ def _worst(result: Result, folder: Path, images: Images) -> dict[str, Any] | Non
         return None
     files = [pictures.png(folder, name, images) for name in (pair.truth, pair.guess)]
     return {
-        "caption": contents.worst_caption(pair.trial, pair.record, images),
+        "caption": first_screen.worst_caption(pair.trial, pair.record, images),
         "pictures": [pictures.data_uri(png) if png else None for png in files]
         if images != "hide"
         else [],

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from leakgauge.audit.advice import defended
-from leakgauge.report import annex, contents, pictures, references, wording
+from leakgauge.report import annex, contents, first_screen, pictures, references, wording
 from leakgauge.report.contents import Result
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -22,30 +22,30 @@ _START = re.compile(r"^(\d+)([.)])|^([-+=])")
 def render(result: Result, folder: Path | None = None) -> str:
     """The text of report.md; `folder` holds the result.json whose checksum it carries."""
     lines = [
-        f"# {escape(result['name'])}: {contents.outcome(result)}",
+        f"# {escape(result['name'])}: {first_screen.outcome(result)}",
         "",
-        f"**{escape(contents.headline(result))}**",
+        f"**{escape(first_screen.headline(result))}**",
         "",
     ]
-    if level := contents.risk_level(result):
+    if level := first_screen.risk_level(result):
         lines += [f"Risk: **{level}** ({contents.RISKS[level]}).", ""]
-    if rests := contents.rests_on(result):
+    if rests := first_screen.rests_on(result):
         lines += [rests, ""]
-    if figures := contents.key_figures(result):
+    if figures := first_screen.key_figures(result):
         lines += _table(
             ("", "", "", ""), ((f"**{f.label}**", f.value, f.note, f.against) for f in figures)
         )
         lines.append("")
     if pair := pictures.worst(result):
-        caption = contents.worst_caption(pair.trial, pair.record, "hide")
+        caption = first_screen.worst_caption(pair.trial, pair.record, "hide")
         lines += [f"The worst picture: {escape(caption)}", ""]
-    if steps := contents.next_steps(result):
+    if steps := first_screen.next_steps(result):
         lines += ["## What to do next", ""]
         lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, 1)]
-    if defences := contents.defence_verdicts(result):
+    if defences := first_screen.defence_verdicts(result):
         lines += ["", "## The verdict on each defence", "", *_defences(defences)]
     lines += ["", "## Findings", "", *_findings(result)]
-    lines += _list(contents.evidence(result))
+    lines += _list(first_screen.evidence(result))
     if trades := contents.trade_off(result):
         lines += ["", "## Defences", "", *_trades(trades)]
     lines += ["", "## Why", "", *_why(result)]
@@ -94,7 +94,7 @@ def escape(text: str) -> str:
     return text.replace("://", "&#58;//").replace("www.", "www&#46;").replace("@", "&#64;")
 
 
-def _defences(verdicts: list[contents.DefenceVerdict]) -> list[str]:
+def _defences(verdicts: list[first_screen.DefenceVerdict]) -> list[str]:
     return _table(
         ("Defence", "Verdict", "What was found"),
         (

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from leakgauge.audit.advice import defended
 from leakgauge.config import optional
-from leakgauge.report import annex, charts, contents, figures, pictures, references, wording
+from leakgauge.report import (
+    annex,
+    charts,
+    contents,
+    figures,
+    first_screen,
+    pictures,
+    references,
+    wording,
+)
 from leakgauge.report.charts import Chart
 from leakgauge.report.contents import Images, Result
 from leakgauge.report.figures import Mark
@@ -118,7 +127,7 @@ def _document(result: Result) -> FPDF:
     pdf.set_auto_page_break(True, 16)
     # The same result gives the same bytes: the date is that of the audit, not of the printing.
     pdf.set_creation_date(_date(result["times"]["finished"]))
-    pdf.set_title(_known(pdf, f"{result['name']}: {contents.outcome(result)}"))
+    pdf.set_title(_known(pdf, f"{result['name']}: {first_screen.outcome(result)}"))
     pdf.set_creator(f"LeakGauge {wording.tidy(result['leakgauge'])}")
     pdf.add_page()
     return pdf
@@ -134,21 +143,21 @@ def _date(finished: str | None) -> datetime.datetime:
 
 def _first_page(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     """All that an officer needs: the same parts as on the page, in the same order."""
-    word = contents.outcome(result)
+    word = first_screen.outcome(result)
     _text(pdf, f"LeakGauge audit · {result['name']}", size=8, colour=MUTED)
     pdf.ln(3)
-    level = contents.risk_level(result)
+    level = first_screen.risk_level(result)
     _badge(pdf, word, 11)
     _text(pdf, f"   Risk: {level}" if level else "", size=10, colour=MUTED)
     pdf.ln(4)
-    _text(pdf, contents.headline(result), size=15, bold=True)
+    _text(pdf, first_screen.headline(result), size=15, bold=True)
     pdf.ln(1.5)
-    if rests := contents.rests_on(result):
+    if rests := first_screen.rests_on(result):
         _text(pdf, rests, colour=MUTED)
     pdf.ln(3)
-    _cards(pdf, contents.key_figures(result))
+    _cards(pdf, first_screen.key_figures(result))
     _worst_and_next(pdf, result, folder, images)
-    if defences := contents.defence_verdicts(result):
+    if defences := first_screen.defence_verdicts(result):
         _heading(pdf, "The verdict on each defence")
         _table(
             pdf,
@@ -194,7 +203,7 @@ def _soft(tone: Colour, share: float = 0.12) -> Colour:
     return red, green, blue
 
 
-def _cards(pdf: FPDF, figures_: Sequence[contents.Figure]) -> None:
+def _cards(pdf: FPDF, figures_: Sequence[first_screen.Figure]) -> None:
     """The key figures side by side."""
     if not figures_:
         return
@@ -210,7 +219,7 @@ def _cards(pdf: FPDF, figures_: Sequence[contents.Figure]) -> None:
     pdf.set_xy(pdf.l_margin, top + tallest)
 
 
-def _card(pdf: FPDF, figure: contents.Figure, top: float, width: float, dry: bool) -> float:
+def _card(pdf: FPDF, figure: first_screen.Figure, top: float, width: float, dry: bool) -> float:
     """One key figure; its height."""
     x, y = pdf.get_x(), top + 2.2
     for words, size, bold, colour in (
@@ -241,7 +250,7 @@ def _lines(
 
 def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     """The worst picture at the left, what to do next at the right."""
-    pair, steps = pictures.worst(result), contents.next_steps(result)
+    pair, steps = pictures.worst(result), first_screen.next_steps(result)
     top = pdf.get_y() + 5
     left = 76.0 if pair else 0.0
     lowest = top
@@ -256,7 +265,7 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
                 pdf.image(content, x, y, side, side, keep_aspect_ratio=True)
                 shown += 1
         pdf.set_xy(pdf.l_margin, y + (side + 1.5 if shown else 0))
-        caption = contents.worst_caption(pair.trial, pair.record, images)
+        caption = first_screen.worst_caption(pair.trial, pair.record, images)
         _text(pdf, caption, size=7.5, colour=MUTED, width=left - 4)
         lowest = pdf.get_y()
     if steps:
@@ -303,7 +312,7 @@ def _findings(pdf: FPDF, result: Result) -> None:
         _text(pdf, f"{len(found) - MOST_ROWS} more rows are in result.json.", colour=MUTED)
     if note := contents.inapplicable(result):
         _text(pdf, note, size=8, colour=MUTED)
-    _list(pdf, contents.evidence(result))
+    _list(pdf, first_screen.evidence(result))
 
 
 def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:

@@ -8,7 +8,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from leakgauge.report import contents, wording
+from leakgauge.report import contents, first_screen, wording
 
 
 def summary_table(result: dict[str, Any]) -> Table:
@@ -67,16 +67,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def verdict(result: dict[str, Any]) -> list[str]:
     """The verdict as lines of markup: the headline, a line per defence, why, what to do next."""
-    lines = ["", f"[bold]{escape(contents.headline(result))}[/]"]
-    if rests := contents.rests_on(result):
+    lines = ["", f"[bold]{escape(first_screen.headline(result))}[/]"]
+    if rests := first_screen.rests_on(result):
         lines.append(escape(rests))
-    defences = contents.defence_verdicts(result)
+    defences = first_screen.defence_verdicts(result)
     for line in defences if len(defences) > 1 else []:
         states = ", ".join(f"{kind.lower()}: {state}" for kind, _, state in line.kinds)
         lines.append(escape(f"{line.defence}: {line.outcome}" + (f" ({states})" * bool(states))))
     if result["explanation"]:
         lines.append(escape(result["explanation"]["sentence"]))
-    steps = contents.next_steps(result)
+    steps = first_screen.next_steps(result)
     lines += ["", "[bold]What to do next[/]"] if steps else []
     lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, start=1)]
     return [*lines, ""]
