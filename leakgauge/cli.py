@@ -163,7 +163,7 @@ def audit(
     """
     from leakgauge import audit as audits
     from leakgauge import report
-    from leakgauge.audit.plan import duration
+    from leakgauge.audit.document import duration
     from leakgauge.report import terminal
 
     if (plan is None) != demo:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import math
 import sys
 import types
 import typing
@@ -153,6 +154,21 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         kind = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
         raise PlanError(f"{where}: expected {kind.get(hint, hint.__name__)}, got {shown(value)}")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, tuples and sets as the tables and lists of JSON, which has no NaN: null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value
 
 

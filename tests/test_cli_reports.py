@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from leakgauge import audit, cli
-from leakgauge.audit.plan import duration
+from leakgauge.audit.document import duration
 from leakgauge.errors import PlanError
 
 PLAN = """

@@ -21,7 +21,7 @@ import torch
 from leakgauge import cli, data
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS
 from leakgauge.audit import forecast, parse, read
-from leakgauge.audit.plan import Federation, Limit, Measure
+from leakgauge.audit.document import Federation, Limit, Measure
 from leakgauge.audit.ranges import FINITE, RANGES, range_of
 from leakgauge.data._dataset import make_dataset
 from leakgauge.defences import DEFENCES

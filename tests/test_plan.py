@@ -21,7 +21,8 @@ from leakgauge.attacks import ATTACKS, Analytic, ExactRecursion, InvertingGradie
 from leakgauge.audit import parse, read
 from leakgauge.audit.cases import controls, trials
 from leakgauge.audit.forecast import _shortened
-from leakgauge.audit.plan import own_files, plain
+from leakgauge.audit.plan import own_files
+from leakgauge.config import plain
 from leakgauge.defences import Prune
 from leakgauge.errors import DataError, LeakGaugeError, PlanError, Withheld
 from leakgauge.fl.partition import Dirichlet, Iid

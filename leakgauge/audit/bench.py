@@ -23,8 +23,9 @@ from torch import Tensor
 from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
-from leakgauge.audit.plan import Plan, plain
+from leakgauge.audit.plan import Plan
 from leakgauge.audit.store import Store
+from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from leakgauge.audit.document import NO_DEFENCE
 from leakgauge.audit.ladder import factors, weakened
-from leakgauge.audit.plan import NO_DEFENCE, Plan
+from leakgauge.audit.plan import Plan
 from leakgauge.fl import Scenario
 from leakgauge.threat import realism
 from leakgauge.types import ThreatModel

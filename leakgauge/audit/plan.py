@@ -7,19 +7,17 @@ the user's rights; its module is looked for beside the plan first.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib
 import json
-import math
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,140 +25,19 @@ from torch import nn
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
+from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
 from leakgauge.audit.ranges import check_numbers
-from leakgauge.config import build, choose, did_you_mean
+from leakgauge.config import build, choose, did_you_mean, plain
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
-from leakgauge.fl.aggregate import Weighting
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
 from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
 
-Table = dict[str, Any]
-NO_DEFENCE = "none"
 MOST_STEPS = 1_000_000  # of local training, in one round
-
-
-@dataclass(frozen=True)
-class Federation:
-    """The user's own system. `model` and `data` are a name or a table with a name and options;
-    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `rounds` lists
-    the attack stages: honest rounds played before the one that is attacked. `public` records are
-    set aside for a malicious server: no client holds them (default: a quarter, at most a thousand,
-    if `threat.malicious`)."""
-
-    model: str | Table
-    data: str | Table
-    init: str = "torch"
-    checkpoint: str | None = None
-    training: LocalTraining = field(default_factory=LocalTraining)
-    clients: int = 1
-    participants: int | None = None
-    records: int | Literal["all"] | None = None
-    server_lr: float = 1.0
-    weighting: Weighting = "records"
-    partition: str | Table = "iid"
-    rounds: tuple[int, ...] = (0,)
-    public: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
-            raise ValueError(
-                f"rounds must list different stages from 0 up, got {list(self.rounds)}"
-            )
-        if self.clients < 1:
-            raise ValueError(f"clients must be at least 1, got {self.clients}")
-        if self.public is not None and self.public < 0:
-            raise ValueError(f"public must be 0 or more records, got {self.public}")
-        if not 0 < self.training.lr < math.inf:
-            raise ValueError(
-                f"training.lr must be positive and finite, got {self.training.lr}: "
-                "a client that takes no step sends nothing"
-            )
-        if not all(0 < std < math.inf for std in self.training.std):
-            raise ValueError(
-                f"training.std must be positive and finite, got {list(self.training.std)}"
-            )
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What a federation may leak: at most `share` of the records recovered to `psnr` dB (and well
-    above the mean image), at most `found` of them picked out of the gallery, at most `labels` of
-    their labels read; the last two beyond guessing. More is a leak, and exit code 1."""
-
-    psnr: float = 15.0
-    share: float = 0.1
-    found: float = 0.1
-    labels: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.psnr):
-            raise ValueError(f"psnr must be a finite number of decibels, got {self.psnr}")
-        for key in ("share", "found", "labels"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key} must lie between 0 and 1, got {getattr(self, key)}")
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
-    climbs from it to the audited federation. No trial starts beyond `budget`, a time such as "10m";
-    `seconds` limits each attack. `exact` runs the exact recursion before the attacks of the plan.
-    `threads` is fixed, not the number of cores, so that a plan gives the same bytes on one core and
-    on many."""
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    metrics: tuple[str, ...] = ("psnr", "affine-psnr", "ssim", "mse")
-    assignment: Literal["optimal", "best-match"] = "optimal"
-    gallery: int = 200
-    limit: Limit = Limit()
-    control: bool = True
-    explain: bool = True
-    exact: bool = True
-    budget: str | None = None
-    seconds: float | None = None
-    device: str = "cpu"
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
-        for metric in self.metrics:
-            choose({**METRICS, "lpips": None}, metric, "metric")
-        if self.budget is not None:
-            duration(self.budget, "budget")
-        if self.gallery < 2:
-            raise ValueError(f"gallery must hold at least 2 images, got {self.gallery}")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ValueError(f"seconds must be positive and finite, got {self.seconds}")
-        if self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            first = str(error).splitlines()[0]
-            raise ValueError(f"device {self.device!r} is not there: {first}") from error
-
-
-@dataclass(frozen=True)
-class Document:
-    """The tables of the file, as they are written."""
-
-    federation: Federation
-    attack: tuple[Table, ...]
-    threat: ThreatModel = field(default_factory=ThreatModel)
-    defence: tuple[Table, ...] = ({"name": NO_DEFENCE},)
-    audit: Measure = field(default_factory=Measure)
-
-    def __post_init__(self) -> None:
-        if not self.attack:
-            raise ValueError(f"no [[attack]]; known: {', '.join(sorted(ATTACKS))}")
-        if not self.defence:
-            raise ValueError(f"no [[defence]]; leave the key out, or name {NO_DEFENCE!r}")
 
 
 @dataclass(frozen=True)
@@ -254,18 +131,6 @@ class Plan:
         return model
 
 
-def duration(text: str, where: str) -> float:
-    """Seconds of '90s', '10m', '2h' or a plain number."""
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    try:
-        seconds = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise PlanError(f"{where}: expected a time such as 90s, 10m or 2h, got {text!r}")
-    return seconds
-
-
 def read(path: Path) -> Plan:
     """The plan in a TOML file, fully checked."""
     try:
@@ -290,6 +155,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
     document = build(Document, table, name)
+    _check_names(document, name)
     check_numbers(document, name)
     federation = document.federation
     _check_actor(document.threat, federation)
@@ -321,21 +187,6 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         partition=partition,
         asked=asked,
     )
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, tuples and sets as the tables and lists of JSON, which has no NaN: null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, frozenset):
-        return sorted(plain(item) for item in value)
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def own_files(name: str, folder: Path) -> list[Path]:
@@ -472,6 +323,21 @@ def _import_from(folder: Path, name: str) -> None:
         for other in [key for key in sys.modules if key.partition(".")[0] == top]:
             del sys.modules[other]
     importlib.invalidate_caches()
+
+
+def _check_names(document: Document, name: str) -> None:
+    """What the file asks for by name and this machine must have."""
+    if not document.attack:
+        raise PlanError(f"{name}: no [[attack]]; known: {', '.join(sorted(ATTACKS))}")
+    for metric in document.audit.metrics:
+        choose({**METRICS, "lpips": None}, metric, "metric")
+    try:
+        torch.empty(0, device=document.audit.device)
+    except (RuntimeError, AssertionError) as error:
+        raise PlanError(
+            f"{name}.audit: device {document.audit.device!r} is not there: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def _check_actor(who: ThreatModel, federation: Federation) -> None:

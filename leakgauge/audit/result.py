@@ -17,9 +17,10 @@ from leakgauge import threat
 from leakgauge._version import __version__
 from leakgauge.audit.cases import Case
 from leakgauge.audit.ladder import describe
-from leakgauge.audit.plan import Plan, plain
+from leakgauge.audit.plan import Plan
 from leakgauge.audit.schema import SCHEMA
 from leakgauge.audit.summary import derived
+from leakgauge.config import plain
 
 
 def assemble(

@@ -21,10 +21,11 @@ from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, crashed, rng_of
 from leakgauge.audit.cases import Case
 from leakgauge.audit.forecast import forecast
-from leakgauge.audit.plan import Plan, parse, plain
+from leakgauge.audit.plan import Plan, parse
 from leakgauge.audit.result import assemble
 from leakgauge.audit.store import Store
 from leakgauge.audit.workers import Run, Workers
+from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
 from leakgauge.files import write_json
 from leakgauge.fl.simulate import initial_model

@@ -1,0 +1,140 @@
+"""The tables of a plan as they are written: the file's schema, and nothing else.
+
+Values are checked here as far as they need nothing of the machine: a plan can be read back from a
+result anywhere. Names, data and devices are resolved in plan.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from leakgauge.errors import PlanError
+from leakgauge.fl.aggregate import Weighting
+from leakgauge.types import LocalTraining, ThreatModel
+
+Table = dict[str, Any]
+NO_DEFENCE = "none"
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The user's own system. `model` and `data` are a name or a table with a name and options;
+    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `rounds` lists
+    the attack stages: honest rounds played before the one that is attacked. `public` records are
+    set aside for a malicious server: no client holds them (default: a quarter, at most a thousand,
+    if `threat.malicious`)."""
+
+    model: str | Table
+    data: str | Table
+    init: str = "torch"
+    checkpoint: str | None = None
+    training: LocalTraining = field(default_factory=LocalTraining)
+    clients: int = 1
+    participants: int | None = None
+    records: int | Literal["all"] | None = None
+    server_lr: float = 1.0
+    weighting: Weighting = "records"
+    partition: str | Table = "iid"
+    rounds: tuple[int, ...] = (0,)
+    public: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
+            raise ValueError(
+                f"rounds must list different stages from 0 up, got {list(self.rounds)}"
+            )
+        if self.clients < 1:
+            raise ValueError(f"clients must be at least 1, got {self.clients}")
+        if self.public is not None and self.public < 0:
+            raise ValueError(f"public must be 0 or more records, got {self.public}")
+        if not 0 < self.training.lr < math.inf:
+            raise ValueError(
+                f"training.lr must be positive and finite, got {self.training.lr}: "
+                "a client that takes no step sends nothing"
+            )
+        if not all(0 < std < math.inf for std in self.training.std):
+            raise ValueError(
+                f"training.std must be positive and finite, got {list(self.training.std)}"
+            )
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a federation may leak: at most `share` of the records recovered to `psnr` dB (and well
+    above the mean image), at most `found` of them picked out of the gallery, at most `labels` of
+    their labels read; the last two beyond guessing. More is a leak, and exit code 1."""
+
+    psnr: float = 15.0
+    share: float = 0.1
+    found: float = 0.1
+    labels: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.psnr):
+            raise ValueError(f"psnr must be a finite number of decibels, got {self.psnr}")
+        for key in ("share", "found", "labels"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"{key} must lie between 0 and 1, got {getattr(self, key)}")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
+    climbs from it to the audited federation. No trial starts beyond `budget`, a time such as "10m";
+    `seconds` limits each attack. `exact` runs the exact recursion before the attacks of the plan.
+    `threads` is fixed, not the number of cores, so that a plan gives the same bytes on one core and
+    on many."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    metrics: tuple[str, ...] = ("psnr", "affine-psnr", "ssim", "mse")
+    assignment: Literal["optimal", "best-match"] = "optimal"
+    gallery: int = 200
+    limit: Limit = Limit()
+    control: bool = True
+    explain: bool = True
+    exact: bool = True
+    budget: str | None = None
+    seconds: float | None = None
+    device: str = "cpu"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
+        if self.budget is not None:
+            duration(self.budget, "budget")
+        if self.gallery < 2:
+            raise ValueError(f"gallery must hold at least 2 images, got {self.gallery}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be positive and finite, got {self.seconds}")
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tables of the file, as they are written."""
+
+    federation: Federation
+    attack: tuple[Table, ...]
+    threat: ThreatModel = field(default_factory=ThreatModel)
+    defence: tuple[Table, ...] = ({"name": NO_DEFENCE},)
+    audit: Measure = field(default_factory=Measure)
+
+    def __post_init__(self) -> None:
+        if not self.defence:
+            raise ValueError(f"no [[defence]]; leave the key out, or name {NO_DEFENCE!r}")
+
+
+def duration(text: str, where: str) -> float:
+    """Seconds of '90s', '10m', '2h' or a plain number."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise PlanError(f"{where}: expected a time such as 90s, 10m or 2h, got {text!r}")
+    return seconds

@@ -1,0 +1,346 @@
+"""The nouns of an audit: what a trial measured, what follows from all trials, and the result.
+
+Frozen data without behaviour, as the types of the library. `result.json` is a `Result` written
+field by field, and read back by the code that reads plans (config.build); docs/result-schema.md
+says what each field means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from leakgauge.audit.document import Document, Limit
+from leakgauge.types import Actor, Realism
+
+Status: TypeAlias = Literal["done", "unscored", "not applicable", "failed"]
+Outcome: TypeAlias = Literal["leaks", "below the limit", "inconclusive", "failed"]
+State: TypeAlias = Literal["leaks", "below", "undecided", "no control"]
+Scores: TypeAlias = dict[str, tuple[float, ...]]
+"""By metric, one number per record."""
+
+
+# What one trial measured
+
+
+@dataclass(frozen=True)
+class Times:
+    wall_seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """PNG files by their path below the folder of the result; no truths if none are known."""
+
+    sheet: str
+    truths: tuple[str, ...]
+    guesses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an attack returned, before anybody held it against a truth.
+
+    `history` and `distances` are thinned. `objectives` are those that the restarts ended with;
+    `stopped` says why the search ended. `differed` is the error of a fast derivative that was not
+    used. `zero_tensors` and `sparsity` describe the observed update. `guard` is what the guard of
+    the attacked client said of the model that a malicious server sent.
+    """
+
+    guesses: int
+    labels: tuple[int, ...] | None
+    residual: float | None
+    history: tuple[float | None, ...] = ()
+    distances: tuple[float | None, ...] = ()
+    iterations: int = 0
+    objectives: tuple[float | None, ...] = ()
+    stopped: Literal["done", "time", "patience"] = "done"
+    differed: float | None = None
+    notes: tuple[str, ...] = ()
+    facts: dict[str, object] = field(default_factory=dict)
+    zero_tensors: float = 0.0
+    sparsity: float = 0.0
+    guard: str | None = None
+    images: Pictures | None = None
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """Labels named (as a multiset), beside what guessing gives."""
+
+    truth: tuple[int, ...]
+    accuracy: float
+    random: float
+    class_prior: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an attack found, held against the truth; each number beside its baseline."""
+
+    records: int
+    scores: Scores
+    mean_image: Scores
+    random_image: Scores
+    identified: float  # the chance to pick a record out of the gallery
+    labels: LabelScore | None
+    caveats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attack on one round for one seed. `found` is None unless the attack ran to its end,
+    `score` also when nobody knows the truth: the trial is then *unscored*."""
+
+    id: str
+    kind: Literal["trial", "control", "ladder"]
+    round: int
+    defence: str
+    attack: str
+    seed: int
+    realism: Realism
+    status: Status
+    error: str | None
+    times: Times
+    traceback: str | None = None
+    found: Found | None = None
+    score: Score | None = None
+
+
+@dataclass(frozen=True)
+class NotRun:
+    id: str
+    attack: str
+    reason: str
+
+
+# What follows from trials
+
+
+@dataclass(frozen=True)
+class Spread:
+    mean: float
+    median: float
+    quartiles: tuple[float, float]
+    interval: tuple[float, float]  # 95 %, of the median
+    least: float
+    most: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One kind of leak of one row: its share beyond guessing against its limit."""
+
+    share: float
+    chance: float
+    records: int
+    beyond: float
+    interval: tuple[float, float]
+    limit: float
+    state: State
+    more: int | None
+
+
+@dataclass(frozen=True)
+class LabelShare:
+    accuracy: float
+    random: float
+    class_prior: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The numbers of a row, over all its scored trials."""
+
+    realism: Realism
+    records: int
+    scores: dict[str, Spread]
+    mean_image: dict[str, float]
+    random_image: dict[str, float]
+    identified: float
+    labels: LabelShare | None
+    leaks: dict[str, Leak]
+    success_rate: float
+    risk: str  # of the median
+    worst_risk: str
+    caveats: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """All trials of one attack at one stage under one defence."""
+
+    round: int
+    defence: str
+    attack: str
+    trials: int
+    failed: int
+    not_applicable: int
+    unscored: int
+    reason: str | None
+    measured: Measured | None
+
+
+@dataclass(frozen=True)
+class Control:
+    """What one attack showed on the known-weak twin."""
+
+    attack: str
+    psnr: float | None
+    baseline: float | None
+    breaks: tuple[str, ...]
+    passed: bool
+    reason: str | None
+    trials: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A kind of leak and the row that decides it."""
+
+    round: int
+    defence: str
+    attack: str
+    leak: Leak
+    gallery: int | None = None  # of the kind "found"
+
+
+@dataclass(frozen=True)
+class Defended:
+    """The verdict on one defence alone."""
+
+    defence: str
+    outcome: Outcome
+    kinds: dict[str, Decided]
+
+
+@dataclass(frozen=True)
+class Worst:
+    round: int
+    defence: str
+    attack: str
+    median: float
+    interval: tuple[float, float]
+    most: float
+    share: float
+    records: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Outcome
+    exit_code: int
+    headline: str
+    next: tuple[str, ...]
+    sentences: tuple[str, ...]
+    risk: str | None
+    limit: Limit
+    records: int
+    kinds: dict[str, Decided]
+    defences: tuple[Defended, ...]
+    worst: Worst | None
+
+
+@dataclass(frozen=True)
+class Rung:
+    factor: str
+    label: str
+    trials: tuple[str, ...]
+    median: float | None = None
+    change: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    attack: str
+    rungs: tuple[Rung, ...]
+    sentence: str = ""
+
+
+# The whole
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A metric as a reader needs it: how it is called, and which way is closer. A record counts as
+    recovered from `limit` on, if it has one."""
+
+    name: str
+    label: str
+    unit: str
+    better: Literal["higher", "lower"]
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What was audited."""
+
+    model: str
+    data: str
+    records: int
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Attacker:
+    actor: Actor
+    client: int
+    malicious: bool
+    holds: tuple[str, ...]
+    withheld: tuple[str, ...]
+    realism: Realism
+    knowledge: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    noise: float
+    cosine_distance: float
+    words: str
+
+
+@dataclass(frozen=True)
+class Forecasted:
+    cpu_seconds: float
+    low: float | None
+    high: float | None
+    megabytes: float
+    error: float | None  # forecast / actual − 1
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    cpu_seconds: float
+    wall_seconds: float | None
+    forecast: Forecasted | None
+    finished: str | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything an audit found. Only `times` differ between two runs of the same plan."""
+
+    schema: int
+    leakgauge: str
+    versions: dict[str, str]
+    name: str
+    fingerprint: str
+    plan: Document
+    federation: Audited
+    threat: Attacker | None
+    metrics: tuple[Measurement, ...]
+    summary: tuple[Row, ...]
+    control: tuple[Control, ...]
+    verdict: Verdict | None
+    explanation: Explanation | None
+    sensitivity: Sensitivity | None
+    trials: tuple[Trial, ...]
+    not_run: tuple[NotRun, ...]
+    references: tuple[str, ...]
+    times: RunTimes
+    interrupted: bool = False
