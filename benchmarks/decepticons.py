@@ -52,7 +52,7 @@ def attacked(
 ) -> tuple[Tensor, Observation]:  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
     round_ = simulate(Scenario(lambda: model, private, training, records=records), rng)
-    sent = attack.tamper(target(round_, public), rng)
+    sent = attack.prepare(target(round_, public), rng)
     round_ = tampered(round_, sent, rng)
     return round_.truths[0].inputs, threat.observe(round_, ThreatModel(malicious=True))
 

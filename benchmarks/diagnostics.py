@@ -25,6 +25,7 @@ from leakgauge import LocalTraining, diagnostics, metrics, models
 from leakgauge.attacks._engine import Engine
 from leakgauge.attacks._objectives import Distance, squared
 from leakgauge.attacks.fedleak import whole
+from leakgauge.fl import setting
 from leakgauge.fl.local import train
 from leakgauge.tensors import norm
 from leakgauge.types import Batch, Observation
@@ -92,8 +93,8 @@ def path(network: str, distance: Distance, blend: float) -> tuple[list[list[floa
     for truth, seed in pairs():
         model, training = made(network, seed)
         rng = torch.Generator().manual_seed(seed)
-        update = train(model, truth, training, rng).update
-        engine = Engine(Observation(model, update, (3, 16, 16), 10), training, 1)
+        update = train(setting(model, truth, 10), truth, training, rng).update
+        engine = Engine(Observation(setting(model, (3, 16, 16), 10), update), training, 1)
 
         def slope(x: Tensor, engine: Engine = engine, labels: Tensor = truth.labels) -> Tensor:
             here = engine.slope(x, labels, distance).inputs

@@ -31,6 +31,7 @@ from torch import Tensor
 from leakgauge import models
 from leakgauge.attacks._engine import RECHECK, Engine, relative_error
 from leakgauge.attacks._objectives import cosine
+from leakgauge.fl import setting
 from leakgauge.fl.local import loss, ready, train
 from leakgauge.types import Batch, LocalTraining, Observation
 
@@ -100,8 +101,8 @@ def measure(
         torch.rand(batch, *shape, generator=rng),
         torch.randint(0, classes, (batch,), generator=rng),
     )
-    update = train(model, truth, training, rng).update
-    seen = Observation(model, update, shape, classes)
+    update = train(setting(model, truth, 10), truth, training, rng).update
+    seen = Observation(setting(model, shape, classes), update)
     x = torch.rand(batch, *shape, generator=rng)
 
     def engine(mode: str, dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:

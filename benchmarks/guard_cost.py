@@ -32,7 +32,7 @@ from leakgauge.detectors import (
     Weights,
     snapshots,
 )
-from leakgauge.fl import aggregate
+from leakgauge.fl import aggregate, setting
 from leakgauge.fl.local import train
 from leakgauge.fl.partition import Dirichlet
 from leakgauge.tensors import parameters, weighted_mean
@@ -83,7 +83,7 @@ def federation(
         for shard in shards:
             picked = shard[torch.randperm(len(shard), generator=rng)[:RECORDS]]
             batches.append(Batch(images.inputs[picked], images.labels[picked]))
-        trained = [train(model, batch, TRAINING, rng) for batch in batches]
+        trained = [train(setting(model, batch, 10), batch, TRAINING, rng) for batch in batches]
         yield batches, [sizes(one.update) for one in trained]
         shares = aggregate.weights([len(b) for b in batches], "records")
         after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
@@ -139,7 +139,7 @@ def cost(host: str) -> dict[str, float]:
     rng = torch.Generator().manual_seed(0)
     batch = Batch(images.inputs[:2000], images.labels[:2000])
     began = time.process_time()
-    update = train(model, batch, TRAINING, rng).update
+    update = train(setting(model, batch, 10), batch, TRAINING, rng).update
     epoch = time.process_time() - began
     state = model.state_dict()
     own = sizes(update)

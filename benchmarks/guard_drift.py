@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from leakgauge import data, models
 from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.detectors import Continuity
+from leakgauge.fl import setting
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy
 from leakgauge.tensors import parameters, subtract
@@ -128,8 +129,8 @@ def main() -> None:
     ]
     for name in ("robbing-the-fed", "trap-weights", "fishing"):
         attack = ACTIVE_ATTACKS[name]()
-        held = Target(make(), (3, 32, 32), 10, TRAINING, 256, 1, public)
-        sent = attack.tamper(held, torch.Generator().manual_seed(0)).models[0]
+        held = Target(setting(make(), (3, 32, 32), 10), TRAINING, 256, 1, public)
+        sent = attack.prepare(held, torch.Generator().manual_seed(0)).models[0]
         goal = parameters(sent)
         for rule in ("growing", "own", "drift"):
             count, rest, growth = played(rule, copy.deepcopy(goal), batches, rounds)

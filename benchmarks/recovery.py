@@ -116,7 +116,7 @@ def played(row: Row, seed: int, private: Dataset, public: Dataset) -> tuple[Roun
     model = models.make(kind, shape=(3, 32, 32), classes=10, rng=weights, **options)
     scenario = Scenario(lambda: model, private, row.training, row.clients, records=row.records)
     round_ = simulate(scenario, rng)
-    sent = row.attack.tamper(target(round_, public), rng)
+    sent = row.attack.prepare(target(round_, public), rng)
     round_ = tampered(round_, sent, rng)
     view = ThreatModel(actor="server" if row.clients == 1 else "aggregate", malicious=True)
     return round_, row.attack.reconstruct(threat.observe(round_, view), rng)

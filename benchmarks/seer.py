@@ -66,7 +66,7 @@ def main() -> None:
             print(f"{done}/{total} {objective:.5f} {time.monotonic() - begun:.0f} s", flush=True)
 
     rng = torch.Generator().manual_seed(0)
-    sent = attack.tamper(target(played(0), public), rng, Resources(progress=tell))
+    sent = attack.prepare(target(played(0), public), rng, Resources(progress=tell))
     blind = F.adaptive_avg_pool2d(bright(public.inputs), attack.side).mean(0)
     decoded, constant = Score(), Score()
     for seed in range(args.batches):

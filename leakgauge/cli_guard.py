@@ -159,9 +159,11 @@ def calibrate(
             "calibration trains as you do: give --policy with a table [training] (lr, batch_size, "
             "steps, …)"
         )
-    new, said = calibrated(_make(make), _load(data, size), settings.training, settings.policy)
+    new, said = calibrated(
+        _make(make), _load(data, size), settings.training, settings.policy, settings.record
+    )
     notes = said or ["no threshold had to be raised"]
-    policies.write(out, policies.Settings(new, settings.training), notes)
+    policies.write(out, replace(settings, policy=new), notes)
     for note in notes:
         console.print(escape(note), soft_wrap=True)
     console.print(f"wrote {escape(str(out))}", soft_wrap=True)
@@ -218,7 +220,8 @@ def _guard(
             f"{training.batch_size} records is probed, without normalisation.",
             soft_wrap=True,
         )
-    return Guard(_make(make), training, policy=settings.policy, store=store), batch
+    made = Guard(_make(make), training, scale=settings.record, policy=settings.policy, store=store)
+    return made, batch
 
 
 def _make(spec: str) -> Callable[[], nn.Module]:
@@ -269,7 +272,7 @@ def _verdict(
     except CheckpointError as error:
         unread = Detection("file", 1.0, 0.0, "reject", str(error))
         verdict = Verdict("REJECT", False, (unread,), {"everything else": "nothing was read"})
-        return replace(verdict, policy=policies.digest(guard.policy, guard.training))
+        return replace(verdict, policy=policies.digest(guard.policy, guard.training, guard.scale))
     return guard.check(state, batch, missed=missed, first=first, restart=restart)
 
 

@@ -19,9 +19,9 @@ from leakgauge.types import (
     Dataset,
     LocalTraining,
     Observation,
+    Preparation,
     Reconstruction,
     Round,
-    Tampered,
     ThreatModel,
 )
 
@@ -78,9 +78,9 @@ def honest(name: str, clients: int = 1) -> Round:
     return simulate(scenario, seeded())
 
 
-def play(name: str, seed: int = 0) -> tuple[Round, Tampered, Observation, Reconstruction]:
+def play(name: str, seed: int = 0) -> tuple[Round, Preparation, Observation, Reconstruction]:
     attack, rng, round_ = attack_of(name), seeded(seed), honest(name)
-    sent = attack.tamper(target(round_, images(400, 2)), rng)
+    sent = attack.prepare(target(round_, images(400, 2)), rng)
     round_ = tampered(round_, sent, rng)
     seen = threat.observe(round_, ThreatModel(malicious=True))
     return round_, sent, seen, attack.reconstruct(seen, rng)
@@ -114,7 +114,7 @@ def test_nothing_it_is_given_is_changed(name):
     given = target(round_, images(400, 2))
     state = copy.deepcopy(given.model.state_dict())
     public = given.public.inputs.clone()
-    sent = attack.tamper(given, rng)
+    sent = attack.prepare(given, rng)
     for key, value in given.model.state_dict().items():
         assert torch.equal(value, state[key]), key
     assert torch.equal(given.public.inputs, public)

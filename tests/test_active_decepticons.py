@@ -24,9 +24,9 @@ from leakgauge.types import (
     Dataset,
     LocalTraining,
     Observation,
+    Preparation,
     Reconstruction,
     Round,
-    Tampered,
     ThreatModel,
 )
 
@@ -74,11 +74,11 @@ def attacked(
     public: Dataset | None = None,
     records: int | None = None,
     seed: int = 0,
-) -> tuple[Round, Observation, Tampered]:
+) -> tuple[Round, Observation, Preparation]:
     attack = attack or Decepticons()
     private = private or pictures(40, 1)
     round_ = simulate(Scenario(lambda: model, private, training, records=records), seeded(seed))
-    sent = attack.tamper(target(round_, public or pictures(300, 2)), seeded(seed + 1))
+    sent = attack.prepare(target(round_, public or pictures(300, 2)), seeded(seed + 1))
     round_ = tampered(round_, sent, seeded())
     return round_, observe(round_, MALICIOUS), sent
 
@@ -259,7 +259,7 @@ def test_same_seed_same_model_and_nothing_is_changed():
     round_ = simulate(Scenario(lambda: model, pictures(40, 1), TRAINING), seeded())
     given = target(round_, pictures(300, 2))
     before = copy.deepcopy(given.model.state_dict())
-    first, second, other = (Decepticons().tamper(given, seeded(s)).models[0] for s in (0, 0, 1))
+    first, second, other = (Decepticons().prepare(given, seeded(s)).models[0] for s in (0, 0, 1))
     for name, value in given.model.state_dict().items():
         assert torch.equal(value, before[name])
         assert torch.equal(first.state_dict()[name], second.state_dict()[name])
@@ -271,7 +271,7 @@ def test_same_seed_same_model_and_nothing_is_changed():
 def test_models_it_cannot_read_are_refused():
     def tampering(model: torch.nn.Module) -> None:
         round_ = simulate(Scenario(lambda: model, pictures(8, 1), TRAINING), seeded())
-        Decepticons().tamper(target(round_, pictures(8, 2)), seeded())
+        Decepticons().prepare(target(round_, pictures(8, 2)), seeded())
 
     mlp = models.make("mlp", shape=(3, 16, 16), classes=5, rng=seeded())
     with pytest.raises(NotApplicable, match=r"pre-norm transformer .* no 'blocks"):
@@ -290,7 +290,7 @@ def test_models_it_cannot_read_are_refused():
 def test_what_it_needs():
     round_, seen, _ = attacked(vit())
     with pytest.raises(NotApplicable, match=r"target\(round, public\)"):
-        Decepticons().tamper(target(round_), seeded())
+        Decepticons().prepare(target(round_), seeded())
     for missing in ("training", "records", "secret"):
         with pytest.raises(Withheld):
             Decepticons().reconstruct(replace(seen, **{missing: None}), seeded())

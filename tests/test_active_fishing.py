@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from test_active import SHAPE, TRAINING, host, images, seeded
 from torch import Tensor, nn
 
@@ -41,7 +42,9 @@ def caught(
 ) -> tuple[Observation, Reconstruction]:
     shape, classes = tuple(batch.inputs.shape[1:]), 4 if batch.inputs.shape[-1] == 16 else 10
     training = replace(training, batch_size=min(len(batch), training.batch_size))
-    sent = attack.tamper(Target(model, shape, classes, training, len(batch), 1, public), seeded())
+    sent = attack.prepare(
+        Target(setting(model, shape, classes), training, len(batch), 1, public), seeded()
+    )
     round_ = Round(model, (batch,), ({},), (1.0,), {}, training, (len(batch),), shape, classes)
     seen = threat.observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
     return seen, attack.reconstruct(seen, seeded())
@@ -132,7 +135,7 @@ def test_noise_in_the_camouflage_lets_the_others_through():
     assert scores[0] > scores[1] > scores[2]
     (sent,) = (
         Fishing(label=2, camouflage=0.1)
-        .tamper(Target(MLP, SHAPE, 4, TRAINING, 12), seeded())
+        .prepare(Target(setting(MLP, SHAPE, 4), TRAINING, 12), seeded())
         .models
     )
     assert sent.fc3.weight.abs().sum(1).min() > 0  # no row of zeros is left
@@ -167,20 +170,20 @@ def test_the_record_with_the_highest_feature_is_fished():
 
 
 def test_wrong_options_and_hosts_are_answered():
-    given = Target(MLP, SHAPE, 4, TRAINING, 12)
+    given = Target(setting(MLP, SHAPE, 4), TRAINING, 12)
     with pytest.raises(InputError, match="label is 4; expected a class from 0 to 3"):
-        Fishing(label=4).tamper(given, seeded())
+        Fishing(label=4).prepare(given, seeded())
     with pytest.raises(NotApplicable, match="this server has none"):
-        Fishing(by="feature").tamper(given, seeded())
+        Fishing(by="feature").prepare(given, seeded())
     with pytest.raises(NotApplicable, match="at least 24 public images of class 0, got 10"):
-        Fishing(by="feature").tamper(replace(given, public=images(40, 2)), seeded())
+        Fishing(by="feature").prepare(replace(given, public=images(40, 2)), seeded())
     blank = host("mlp", {})
     nn.init.zeros_(blank.fc2.weight)
     with pytest.raises(NotApplicable, match=r"row = 0\.5"):
-        Fishing().tamper(replace(given, model=blank), seeded())
+        Fishing().prepare(replace(given, model=blank), seeded())
     unbiased = nn.Sequential(nn.Flatten(), nn.Linear(768, 4, bias=False))
     with pytest.raises(NotApplicable, match="the bias of the last layer, and in '1'"):
-        Fishing().tamper(replace(given, model=unbiased), seeded())
+        Fishing().prepare(replace(given, model=unbiased), seeded())
 
 
 # --- CIFAR-10 ----------------------------------------------------------------------------------

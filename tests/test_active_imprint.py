@@ -14,6 +14,7 @@ from typing import Literal
 
 import pytest
 import torch
+from nouns import setting
 from test_active import SHAPE, TRAINING, host, images, seeded
 from torch import Tensor, nn
 
@@ -29,9 +30,9 @@ from leakgauge.types import (
     Batch,
     Dataset,
     LocalTraining,
+    Preparation,
     Reconstruction,
     Round,
-    Tampered,
     Target,
     ThreatModel,
 )
@@ -40,7 +41,7 @@ needs_cifar = pytest.mark.skipif("LEAKGAUGE_DATA" not in os.environ, reason="nee
 
 
 def given(model: nn.Module, records: int = 16, clients: int = 1, public: int = 400) -> Target:
-    return Target(model, SHAPE, 4, TRAINING, records, clients, images(public, 2))
+    return Target(setting(model, SHAPE, 4), TRAINING, records, clients, images(public, 2))
 
 
 def round_of(*batches: Tensor, training: LocalTraining = TRAINING) -> Round:
@@ -53,7 +54,7 @@ def round_of(*batches: Tensor, training: LocalTraining = TRAINING) -> Round:
 
 
 def attacked(
-    attack: ActiveAttack, sent: Tampered, round_: Round, actor: threat.Actor = "server"
+    attack: ActiveAttack, sent: Preparation, round_: Round, actor: threat.Actor = "server"
 ) -> Reconstruction:
     played = tampered(round_, sent, seeded())
     return attack.reconstruct(
@@ -134,25 +135,25 @@ class Strided(nn.Module):
 def test_hosts_that_cannot_be_read_are_refused_in_words(model, words):
     for attack in (RobbingTheFed(), TrapWeights()):
         with pytest.raises(NotApplicable, match=words):
-            attack.tamper(given(model()), seeded())
+            attack.prepare(given(model()), seeded())
 
 
 def test_wrong_sizes_and_missing_public_images_are_answered():
     model = host("mlp", {"hidden": [8]})
     with pytest.raises(NotApplicable, match="9 bins need as many units"):
-        RobbingTheFed(bins=9).tamper(given(model), seeded())
+        RobbingTheFed(bins=9).prepare(given(model), seeded())
     with pytest.raises(NotApplicable, match="at least 16 of them, got 7"):
-        RobbingTheFed().tamper(given(model, public=7), seeded())
+        RobbingTheFed().prepare(given(model, public=7), seeded())
     for attack in (RobbingTheFed(), RobbingTheFed(form="block"), Loki()):
         with pytest.raises(NotApplicable, match="this server has none"):
-            attack.tamper(replace(given(model), public=None), seeded())
+            attack.prepare(replace(given(model), public=None), seeded())
     other = replace(given(model), public=Dataset("x", torch.rand(9, 3, 8, 8), torch.zeros(9), ()))
     with pytest.raises(InputError, match=r"\(3, 8, 8\), those of the clients \(3, 16, 16\)"):
-        RobbingTheFed().tamper(other, seeded())
+        RobbingTheFed().prepare(other, seeded())
     with pytest.raises(InputError, match="scale must lie between 0 and 1"):
-        TrapWeights(scale=1.1).tamper(given(model), seeded())
+        TrapWeights(scale=1.1).prepare(given(model), seeded())
     with pytest.raises(NotApplicable, match=r"rows is 9, but 'fc1\.weight' has 8"):
-        TrapWeights(rows=9).tamper(given(model), seeded())
+        TrapWeights(rows=9).prepare(given(model), seeded())
 
 
 # --- Robbing the Fed ---------------------------------------------------------------------------
@@ -178,7 +179,7 @@ FORMS = [
 def test_records_alone_in_their_bin_are_exact_and_a_pair_is_one_guess(attack, name, options):
     alone = by_brightness([0.06, 0.19, 0.31, 0.44, 0.56, 0.69, 0.94])  # all but the bin .75–.875
     pair = by_brightness([0.78, 0.84])
-    sent = attack.tamper(given(host(name, options)), seeded())
+    sent = attack.prepare(given(host(name, options)), seeded())
     x = torch.cat([alone, pair])
     guess = attacked(attack, sent, round_of(x, training=whole(x)))
     assert recovered(guess, alone, 60) == len(alone)
@@ -194,7 +195,7 @@ def test_records_alone_in_their_bin_are_exact_and_a_pair_is_one_guess(attack, na
 def test_updates_of_several_steps_are_read_too(change):
     x = by_brightness([0.06, 0.19, 0.31, 0.44, 0.56, 0.69, 0.81, 0.94])
     attack = RobbingTheFed()
-    sent = attack.tamper(given(host("mlp", {"hidden": [8, 16]})), seeded())
+    sent = attack.prepare(given(host("mlp", {"hidden": [8, 16]})), seeded())
     training = replace(whole(x), **change)
     assert recovered(attacked(attack, sent, round_of(x, training=training)), x, 30) >= 7
 
@@ -203,7 +204,7 @@ def test_adam_is_refused_in_words():
     x = images(4, 1).inputs
     training = replace(whole(x), optimiser="adam")
     for attack in (RobbingTheFed(), TrapWeights(), Loki(bins=8)):
-        sent = attack.tamper(given(host("mlp", {"hidden": [8]})), seeded())
+        sent = attack.prepare(given(host("mlp", {"hidden": [8]})), seeded())
         with pytest.raises(NotApplicable, match="'adam' is rescaled"):
             attacked(attack, sent, round_of(x, training=training))
 
@@ -214,13 +215,13 @@ def test_adam_is_refused_in_words():
 def test_rows_are_half_negative_and_the_rest_the_same_magnitudes_scaled():
     model = host("mlp", {"hidden": [6]})
     no_scale = replace(given(model), training=replace(TRAINING, mean=(0.0,), std=(1.0,)))
-    rows = TrapWeights(scale=0.9).tamper(no_scale, seeded()).models[0].fc1.weight.detach()
+    rows = TrapWeights(scale=0.9).prepare(no_scale, seeded()).models[0].fc1.weight.detach()
     for row in rows:
         negative, positive = -row[row < 0], row[row > 0]
         assert len(negative) == len(positive) == len(row) // 2
         torch.testing.assert_close(0.9 * negative.sort().values, positive.sort().values)
     adaptive = TrapWeights(magnitudes="independent", amplitude="host")
-    (sent,) = adaptive.tamper(no_scale, seeded()).models
+    (sent,) = adaptive.prepare(no_scale, seeded()).models
     magnitudes = sent.fc1.weight.detach().abs()
     assert len(magnitudes.flatten().unique()) > 0.99 * magnitudes.numel()
     honest = model.fc1.weight.detach().square().mean()
@@ -232,8 +233,8 @@ def test_normalisation_is_folded_in():
     model = host("mlp", {"hidden": [6]})
     x = images(5, 1).inputs
     plain = replace(given(model), training=replace(TRAINING, mean=(0.0,), std=(1.0,)))
-    on_pixels = TrapWeights().tamper(plain, seeded()).models[0].fc1
-    folded = TrapWeights().tamper(given(model), seeded()).models[0].fc1
+    on_pixels = TrapWeights().prepare(plain, seeded()).models[0].fc1
+    folded = TrapWeights().prepare(given(model), seeded()).models[0].fc1
     torch.testing.assert_close(
         folded(normalised(x, TRAINING).flatten(1)), on_pixels(x.flatten(1)), rtol=1e-4, atol=1e-4
     )
@@ -245,7 +246,7 @@ def test_normalisation_is_folded_in():
 def test_trap_weights_catch_records_and_with_the_wrong_signs_they_do_not(name, options):
     x = images(16, 1).inputs
     attack = TrapWeights(scale=0.9)
-    sent = attack.tamper(given(host(name, options)), seeded())
+    sent = attack.prepare(given(host(name, options)), seeded())
     round_ = round_of(x, training=whole(x))
     caught = recovered(attacked(attack, sent, round_), x)
     layer = sent.models[0].fc1
@@ -263,7 +264,7 @@ def test_one_aggregate_shows_the_images_of_every_client_and_whose_they_are():
     clients = [by_brightness([0.06, 0.31, 0.56]), by_brightness([0.07, 0.32, 0.57]),
                by_brightness([0.44, 0.69, 0.94])]  # fmt: skip
     attack = Loki(bins=8)
-    sent = attack.tamper(given(host("lenet-zhu", {}), clients=3), seeded())
+    sent = attack.prepare(given(host("lenet-zhu", {}), clients=3), seeded())
     assert len(sent.models) == 3
     round_ = round_of(*clients, training=whole(clients[0]))
     guess = attacked(attack, sent, round_, "aggregate")
@@ -272,13 +273,13 @@ def test_one_aggregate_shows_the_images_of_every_client_and_whose_they_are():
         own = [k for k, owner in enumerate(guess.facts["clients"]) if owner == client]
         assert recovered(replace(guess, inputs=guess.inputs[own]), owned, 60) == 3
     # The same imprint for all: records of two clients share bins, and the aggregate mixes them.
-    mixed = attacked(attack, Tampered(sent.models[:1], sent.secret), round_, "aggregate")
+    mixed = attacked(attack, Preparation(sent.models[:1], sent.secret), round_, "aggregate")
     assert recovered(mixed, torch.cat(clients[:2]), 60) == 0
     assert set(mixed.facts["clients"]) == {0}
 
 
 def test_clients_differ_in_the_kernels_only():
-    sent = Loki(bins=8).tamper(given(host("lenet-zhu", {}), clients=2), seeded())
+    sent = Loki(bins=8).prepare(given(host("lenet-zhu", {}), clients=2), seeded())
     first, second = (model.state_dict() for model in sent.models)
     differ = {key for key in first if not torch.equal(first[key], second[key])}
     assert differ == {"conv.weight", "conv.bias"}
@@ -320,7 +321,7 @@ def count(
             cifar("clients"), training, clients, records=64,
         )  # fmt: skip
         round_ = simulate(scenario, rng)
-        sent = attack.tamper(target(round_, cifar("server")), rng)
+        sent = attack.prepare(target(round_, cifar("server")), rng)
         round_ = tampered(round_, sent, rng)
         seen = ThreatModel(actor="aggregate" if clients > 1 else "server", malicious=True)
         guess = attack.reconstruct(threat.observe(round_, seen), rng).inputs.flatten(1)

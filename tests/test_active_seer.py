@@ -117,8 +117,8 @@ def test_the_signs_have_the_sum_of_the_paper_as_their_mean():
 
 def test_training_moves_the_model_the_disaggregator_and_the_reconstructor(round_, easy):
     given = target(round_, easy)
-    before = Seer(steps=1, side=2, width=5).tamper(given, seeded(), Resources(seconds=0))
-    after = Seer(steps=1, side=2, width=5).tamper(given, seeded())
+    before = Seer(steps=1, side=2, width=5).prepare(given, seeded(), Resources(seconds=0))
+    after = Seer(steps=1, side=2, width=5).prepare(given, seeded())
     for name in seer.DECODER:
         assert not torch.equal(before.secret[name], after.secret[name])
     honest = dict(given.model.named_parameters())
@@ -134,7 +134,7 @@ def test_the_decoder_is_given_the_sum_of_the_gradients(round_, easy, entries):
     """From what the client sends, with its learning rate, mean and weight decay."""
     total = sum(p.numel() for p in round_.model.parameters())
     attack = replace(TINY, entries=entries)
-    sent = attack.tamper(target(round_, easy), seeded())
+    sent = attack.prepare(target(round_, easy), seeded())
     assert sent.secret["d.weight"].shape[1] == min(entries, total)
     played = tampered(round_, sent, seeded())
     got = seer.picture(observe(played, ThreatModel(malicious=True)))
@@ -150,7 +150,7 @@ def test_the_decoder_is_given_the_sum_of_the_gradients(round_, easy, entries):
 
 
 def test_one_picture_is_returned_enlarged(round_, easy):
-    sent = TINY.tamper(target(round_, easy), seeded())
+    sent = TINY.prepare(target(round_, easy), seeded())
     seen = observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
     guess = TINY.reconstruct(seen, seeded())
     assert guess.inputs.shape == (1, 3, 8, 8)
@@ -165,7 +165,7 @@ def test_one_picture_is_returned_enlarged(round_, easy):
 def test_a_short_training_lowers_the_objective(round_, easy):
     told: list[float] = []
     attack = Seer(steps=80, side=2, width=8, lr=3e-3, alpha_first=1, alpha_last=1)
-    attack.tamper(
+    attack.prepare(
         target(round_, easy), seeded(), Resources(progress=lambda _, __, value: told.append(value))
     )
     assert len(told) == 80
@@ -187,15 +187,15 @@ def interrupt(at: int) -> Resources:
 def test_a_resumed_training_is_the_uninterrupted_one(round_, easy, tmp_path):
     given = target(round_, easy)
     rng = seeded(3)
-    whole = TINY.tamper(given, rng)
+    whole = TINY.prepare(given, rng)
     kept = replace(TINY, folder=str(tmp_path), every=2)
     with pytest.raises(Interrupted):
-        kept.tamper(given, seeded(3), interrupt(5))  # kept after 2 and 4
+        kept.prepare(given, seeded(3), interrupt(5))  # kept after 2 and 4
     again = seeded(3)
     steps: list[int] = []
-    resumed = kept.tamper(given, again, Resources(progress=lambda step, *_: steps.append(step)))
+    resumed = kept.prepare(given, again, Resources(progress=lambda step, *_: steps.append(step)))
     assert steps == [5, 6]
-    third = kept.tamper(given, seeded(3), interrupt(6))  # finished: nothing is trained
+    third = kept.prepare(given, seeded(3), interrupt(6))  # finished: nothing is trained
     for one in (resumed, third):
         for name, value in whole.models[0].state_dict().items():
             assert torch.equal(value, one.models[0].state_dict()[name])
@@ -208,7 +208,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(round_, easy, tmp_path):
 @pytest.mark.parametrize("change", ["lr", "seed", "public", "model", "training"])
 def test_another_training_is_not_continued(round_, easy, tmp_path, change):
     kept = replace(TINY, folder=str(tmp_path))
-    kept.tamper(target(round_, easy), seeded())
+    kept.prepare(target(round_, easy), seeded())
     attack: Any = replace(kept, lr=2e-3) if change == "lr" else kept
     given = target(round_, easy)
     if change == "public":
@@ -219,11 +219,11 @@ def test_another_training_is_not_continued(round_, easy, tmp_path, change):
     if change == "training":
         given = replace(given, training=replace(TRAINING, lr=0.01))
     with pytest.raises(CheckpointError, match=r"seer\.safetensors.*name another folder"):
-        attack.tamper(given, seeded(1 if change == "seed" else 0))
+        attack.prepare(given, seeded(1 if change == "seed" else 0))
 
 
 def test_the_time_budget_ends_the_training_and_is_told(round_, easy):
-    sent = TINY.tamper(target(round_, easy), seeded(), Resources(seconds=0))
+    sent = TINY.prepare(target(round_, easy), seeded(), Resources(seconds=0))
     seen = observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
     assert any("after 0 of 6 steps" in note for note in TINY.reconstruct(seen, seeded()).notes)
 
@@ -231,7 +231,7 @@ def test_the_time_budget_ends_the_training_and_is_told(round_, easy):
 def test_nothing_is_changed_and_the_seed_decides(round_, easy):
     given = target(round_, easy)
     before = copy.deepcopy(given.model.state_dict())
-    first, second, other = (TINY.tamper(given, seeded(s)) for s in (0, 0, 1))
+    first, second, other = (TINY.prepare(given, seeded(s)) for s in (0, 0, 1))
     for name, value in given.model.state_dict().items():
         assert torch.equal(value, before[name])
     assert torch.equal(first.secret["d.weight"], second.secret["d.weight"])
@@ -241,10 +241,10 @@ def test_nothing_is_changed_and_the_seed_decides(round_, easy):
 def test_what_it_cannot_read_is_refused(round_, easy):
     given = target(round_, easy)
     with pytest.raises(NotApplicable, match="public images"):
-        TINY.tamper(target(round_), seeded())
+        TINY.prepare(target(round_), seeded())
     small = replace(easy, inputs=easy.inputs[..., :4])
     with pytest.raises(InputError, match="resize"):
-        TINY.tamper(target(round_, small), seeded())
+        TINY.prepare(target(round_, small), seeded())
     for training, words in (
         (replace(TRAINING, steps=2), "2 local steps"),
         (replace(TRAINING, batch_size=2), "local steps of 2 records"),
@@ -252,8 +252,8 @@ def test_what_it_cannot_read_is_refused(round_, easy):
         (replace(TRAINING, dropout="replayed"), "dropout"),
     ):
         with pytest.raises(NotApplicable, match=words):
-            TINY.tamper(replace(given, training=training), seeded())
-    sent = TINY.tamper(given, seeded())
+            TINY.prepare(replace(given, training=training), seeded())
+    sent = TINY.prepare(given, seeded())
     seen = observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
     other = replace(seen, records=8, training=replace(TRAINING, batch_size=8))
     with pytest.raises(NotApplicable, match="batches of 4 and this update is of 8"):
@@ -277,4 +277,4 @@ def test_a_model_that_cannot_be_differentiated_twice_is_refused(easy):
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), Fused(), nn.Linear(8, 4))
     played = simulate(Scenario(lambda: net, easy, TRAINING), seeded())
     with pytest.raises(NotApplicable, match="no second derivative"):
-        TINY.tamper(target(played, easy), seeded())
+        TINY.prepare(target(played, easy), seeded())

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from nouns import setting
 from scipy.integrate import quad
 from scipy.stats import kstest
 from torch import Tensor
@@ -99,8 +100,8 @@ def test_double_precision_stays_double(defence, update):
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_the_client_sends_the_defended_update(defence, model, batch):
     training = LocalTraining(lr=0.5, batch_size=4, steps=2)
-    plain = train(model, batch, training, seeded(1)).update
-    sent = train(model, batch, training, seeded(1), defence).update
+    plain = train(setting(model, batch), batch, training, seeded(1)).update
+    sent = train(setting(model, batch), batch, training, seeded(1), defence).update
     assert same(sent, defence.on_update(plain, seeded(1)))
     assert not same(sent, plain)
 
@@ -336,24 +337,26 @@ class Everything(Doubled, Mirrored):
 def test_a_gradient_defence_changes_every_local_step(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=3)
     defence = Doubled()
-    defended = train(model, batch, training, rng, defence).update
+    defended = train(setting(model, batch), batch, training, rng, defence).update
     assert len(defence.seen) == 3
     assert all(set(g) == {n for n, _ in model.named_parameters()} for g in defence.seen)
     # Powers of two are exact: twice the gradient is twice the learning rate, in every step.
-    faster = train(model, batch, LocalTraining(lr=0.2, batch_size=4, steps=3), rng).update
+    faster = train(
+        setting(model, batch), batch, LocalTraining(lr=0.2, batch_size=4, steps=3), rng
+    ).update
     assert same(defended, faster)
-    assert not same(defended, train(model, batch, training, rng).update)
+    assert not same(defended, train(setting(model, batch), batch, training, rng).update)
 
 
 def test_a_batch_defence_changes_the_records(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=3)
     defence = Mirrored()
     kept = copy.deepcopy(batch)
-    defended = train(model, batch, training, rng, defence).update
+    defended = train(setting(model, batch), batch, training, rng, defence).update
     assert defence.calls == 1
     changed = Batch(batch.inputs.flip(-1), 3 - batch.labels)
-    assert same(defended, train(model, changed, training, rng).update)
-    assert not same(defended, train(model, batch, training, rng).update)
+    assert same(defended, train(setting(model, changed), changed, training, rng).update)
+    assert not same(defended, train(setting(model, batch), batch, training, rng).update)
     assert torch.equal(batch.inputs, kept.inputs)
     assert torch.equal(batch.labels, kept.labels)
 
@@ -361,7 +364,7 @@ def test_a_batch_defence_changes_the_records(model, batch, rng):
 def test_the_hooks_are_called_in_the_order_of_the_training(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=2)
     defence = Everything()
-    defended = train(model, batch, training, rng, defence).update
+    defended = train(setting(model, batch), batch, training, rng, defence).update
     assert defence.order == ["batch", "gradient", "gradient", "update"]
     by_hand = train(
         model,
@@ -382,4 +385,7 @@ def test_in_a_round_every_client_defends_itself_and_the_truth_stays_what_it_was(
         assert torch.equal(one.inputs, other.inputs)
         assert torch.equal(one.labels, other.labels)
     for one, truth in zip(defended.updates, defended.truths, strict=True):
-        assert same(one, train(model, truth, options["training"], seeded(), Everything()).update)
+        assert same(
+            one,
+            train(setting(model, truth), truth, options["training"], seeded(), Everything()).update,
+        )

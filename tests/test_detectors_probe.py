@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from nouns import setting
 from test_detectors import fished, imprint, mlp, trap_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -78,7 +79,9 @@ def test_isolation_equals_record_by_record(manipulate):
 def test_isolation_counts_what_division_recovers():
     """The leak meter against the attack itself: images read off the gradient of an imprint."""
     model, batch = imprint(mlp(hidden=(256, 64))), records(32)
-    update = train(model, batch, LocalTraining(lr=1.0, batch_size=32), torch.Generator()).update
+    update = train(
+        setting(model, batch), batch, LocalTraining(lr=1.0, batch_size=32), torch.Generator()
+    ).update
     order = model.fc1.bias.argsort(descending=True)
     weight, bias = (update[n].double()[order] for n in ("fc1.weight", "fc1.bias"))
     weight, bias = weight[:-1] - weight[1:], bias[:-1] - bias[1:]
@@ -436,7 +439,7 @@ def test_snapshots_are_of_the_steps_of_gradient_descent():
     assert set(taken[0]) == {"fc1.weight", "fc1.bias", "fc3.weight", "fc3.bias"}
     for step in range(6):
         plain = LocalTraining(lr=0.05, batch_size=40, steps=step or 1)
-        update = train(model, batch, plain, torch.Generator()).update["fc3.weight"]
+        update = train(setting(model, batch), batch, plain, torch.Generator()).update["fc3.weight"]
         value = model.fc3.weight.detach() - (update if step else 0)
         want = (value.mean(), value.std(correction=0), value.abs().max())
         assert taken[step]["fc3.weight"] == pytest.approx([float(w) for w in want], rel=1e-4)
@@ -457,7 +460,9 @@ def federation(rounds: int):
     for index in range(rounds):
         batch = records(128, seed=index)
         found.append((copy.deepcopy(model), batch))
-        update = train(model, batch, TRAINING, torch.Generator().manual_seed(index)).update
+        update = train(
+            setting(model, batch), batch, TRAINING, torch.Generator().manual_seed(index)
+        ).update
         with torch.no_grad():
             for name, value in model.named_parameters():
                 value -= update[name]
@@ -534,7 +539,7 @@ def test_isolation_predicts_what_the_attacks_recover(attack, rng):
     training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
     scenario = Scenario(lambda: mlp(hidden=(512, 256), side=32), test_set, training)
     honest = simulate(scenario, rng)
-    round_ = tampered(honest, attack.tamper(target(honest, train_set), rng), rng)
+    round_ = tampered(honest, attack.prepare(target(honest, train_set), rng), rng)
     guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), rng)
     truth = round_.truths[0]
     apart = torch.cdist(truth.inputs.flatten(1), guess.inputs.flatten(1)).amin(1)

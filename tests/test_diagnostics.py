@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nouns import setting
 from torch import nn
 
 from leakgauge import diagnostics, models
@@ -34,7 +35,7 @@ def test_dead_units_make_an_update_sparse(rng):
         model[1].weight.fill_(0.1)
         model[1].bias.copy_(torch.tensor([1.0, -9.0, -9.0, -9.0]))
     truth = Batch(torch.rand(2, 1, 2, 2, generator=rng), torch.tensor([0, 1]))
-    update = train(model, truth, LocalTraining(batch_size=2), rng).update
+    update = train(setting(model, truth), truth, LocalTraining(batch_size=2), rng).update
     dead = 3 * 4 + 3 + 2 * 3  # weights and biases of the units, columns of the head
     assert diagnostics.sparsity(update) == dead / (16 + 4 + 8 + 2)
 
@@ -74,7 +75,7 @@ def test_gradient_is_what_one_step_sends(rng, batch_norm):
     model = models.make("resnet-10", shape=(3, 16, 16), classes=10, width=0.125, rng=rng)
     truth = Batch(torch.rand(2, 3, 16, 16, generator=rng), torch.tensor([3, 4]))
     training = LocalTraining(lr=0.5, batch_size=2, batch_norm=batch_norm, mean=(0.4,), std=(0.2,))
-    update = train(model, truth, training, rng).update
+    update = train(setting(model, truth), truth, training, rng).update
     found = diagnostics.gradient(model, truth, training)
     assert found.keys() == update.keys()
     for name, value in found.items():

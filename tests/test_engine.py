@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -70,7 +71,7 @@ def case(
     inputs, other = (torch.rand(n, *shape, generator=rng).to(dtype) for _ in range(2))
     labels, wrong = (torch.randint(CLASSES, (n,), generator=rng) for _ in range(2))
     update = train(model, Batch(inputs, labels), training, rng).update
-    seen = Observation(model, update, shape, CLASSES)
+    seen = Observation(setting(model, shape, CLASSES), update)
     return Case(seen, training, Batch(inputs, labels), other, wrong)
 
 
@@ -951,8 +952,8 @@ def test_a_parameter_that_the_loss_does_not_use_changes_nothing() -> None:
     torch.manual_seed(0)
     model, training = Idle(), LocalTraining(batch_size=2)
     truth = Batch(torch.rand(2, 3, 4, 4, generator=rng), torch.tensor([0, 3]))
-    update = train(model, truth, training, rng).update
-    seen = Observation(model, update, (3, 4, 4), 4)
+    update = train(setting(model, truth), truth, training, rng).update
+    seen = Observation(setting(model, (3, 4, 4), 4), update)
     x = torch.rand(2, 3, 4, 4, generator=rng, dtype=torch.float64)
     slopes = [
         Engine(seen, training, 2, dtype=torch.float64, mode=mode).slope(x, truth.labels, cosine)

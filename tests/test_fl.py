@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge.errors import InputError
@@ -87,7 +88,7 @@ def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mod
     copied = copy.deepcopy(model)
     F.cross_entropy(copied(inputs), batch.labels).backward()
     gradient = {name: 0.03 * p.grad for name, p in copied.named_parameters()}
-    assert distance(train(model, batch, training, rng).update, gradient) < 1e-6
+    assert distance(train(setting(model, batch), batch, training, rng).update, gradient) < 1e-6
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -99,10 +100,10 @@ def test_steps_of_sgd_are_those_of_torch_to_the_last_bit(model, batch, rng, mode
         mean=MEAN, std=STD, sends="weights",
     )  # fmt: skip
     after = by_torch(model, batch, training)
-    trained = train(model, batch, training, rng)
+    trained = train(setting(model, batch), batch, training, rng)
     assert_same(trained.update, moved(model, after))
     assert_same(trained.buffers, dict(after.named_buffers()))
-    summed = train(model, batch, replace(training, sends="update"), rng).update
+    summed = train(setting(model, batch), batch, replace(training, sends="update"), rng).update
     assert distance(summed, trained.update) < 1e-5
 
 
@@ -115,20 +116,20 @@ def test_steps_of_adam_are_those_of_torch(model, batch, rng, decay):
         mean=MEAN, std=STD, sends="weights",
     )  # fmt: skip
     after = by_torch(model, batch, training)
-    trained = subtract(parameters(model), train(model, batch, training, rng).update)
+    trained = subtract(parameters(model), train(setting(model, batch), batch, training, rng).update)
     assert distance(trained, parameters(after)) < 1e-6
     model, batch = model.double(), Batch(batch.inputs.double(), batch.labels)
     for mode in ("eval", "train"):
         training = replace(training, batch_norm=mode)
         moves = moved(model, by_torch(model, batch, training))
-        assert distance(train(model, batch, training, rng).update, moves) < 1e-9
+        assert distance(train(setting(model, batch), batch, training, rng).update, moves) < 1e-9
 
 
 def test_the_modes_of_batch_norm_differ_and_only_train_mode_moves_the_statistics(model, batch, rng):
     training = LocalTraining(batch_size=4, steps=3)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    moving = train(model, batch, training, rng)
-    still = train(model, batch, replace(training, batch_norm="eval"), rng)
+    moving = train(setting(model, batch), batch, training, rng)
+    still = train(setting(model, batch), batch, replace(training, batch_norm="eval"), rng)
     assert_same(still.buffers, before)
     assert moving.buffers["norm.num_batches_tracked"] == 3
     assert distance({"mean": moving.buffers["norm.running_mean"]},
@@ -142,8 +143,8 @@ def test_sent_weights_are_rounded_and_a_sent_update_is_not(model, batch, rng):
     exact = train(
         copy.deepcopy(model).double(), Batch(batch.inputs.double(), batch.labels), training, rng
     ).update
-    as_update = train(model, batch, training, rng).update
-    as_weights = train(model, batch, replace(training, sends="weights"), rng).update
+    as_update = train(setting(model, batch), batch, training, rng).update
+    as_weights = train(setting(model, batch), batch, replace(training, sends="weights"), rng).update
     assert distance(as_update, exact) < 1e-5
     assert 1e-2 < distance(as_weights, exact) < 0.5
     for name, weight in parameters(model).items():
@@ -162,9 +163,11 @@ def test_an_epoch_is_a_pass_over_all_records():
 def test_epochs_are_as_many_steps(model, batch, rng):
     training = LocalTraining(batch_size=5, epochs=2)
     in_steps = replace(training, epochs=None, steps=6)
-    trained = train(model, batch, training, rng).update
-    assert_same(trained, train(model, batch, in_steps, rng).update)
-    assert differ(trained, train(model, batch, replace(in_steps, steps=5), rng).update)
+    trained = train(setting(model, batch), batch, training, rng).update
+    assert_same(trained, train(setting(model, batch), batch, in_steps, rng).update)
+    assert differ(
+        trained, train(setting(model, batch), batch, replace(in_steps, steps=5), rng).update
+    )
 
 
 def test_a_shuffled_epoch_takes_every_record_once_in_the_order_of_the_generator():
@@ -185,24 +188,26 @@ def test_training_on_shuffled_records_is_training_on_them_in_that_order(model, b
     training = LocalTraining(batch_size=4, steps=3, order="shuffled")
     order = torch.randperm(12, generator=seeded(3))
     placed = Batch(batch.inputs[order], batch.labels[order])
-    shuffled = train(model, batch, training, seeded(3)).update
+    shuffled = train(setting(model, batch), batch, training, seeded(3)).update
     fixed = replace(training, order="fixed")
-    assert_same(shuffled, train(model, placed, fixed, seeded(3)).update)
-    assert differ(shuffled, train(model, batch, fixed, seeded(3)).update)
+    assert_same(shuffled, train(setting(model, placed), placed, fixed, seeded(3)).update)
+    assert differ(shuffled, train(setting(model, batch), batch, fixed, seeded(3)).update)
 
 
 def test_dropout_is_off_or_replayed_from_its_seed(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=2, sends="weights", mean=MEAN, std=STD)
-    off = train(model, batch, training, rng).update
+    off = train(setting(model, batch), batch, training, rng).update
     assert_same(off, moved(model, by_torch(model, batch, training)))
 
     replayed = replace(training, dropout="replayed", dropout_seed=7)
-    first = train(model, batch, replayed, rng).update
+    first = train(setting(model, batch), batch, replayed, rng).update
     assert_same(first, moved(model, by_torch(model, batch, replayed)))  # step t: seed 7 + t
     torch.rand(5)  # whatever else is drawn meanwhile
-    assert_same(first, train(model, batch, replayed, rng).update)
+    assert_same(first, train(setting(model, batch), batch, replayed, rng).update)
     assert differ(first, off)
-    assert differ(first, train(model, batch, replace(replayed, dropout_seed=8), rng).update)
+    assert differ(
+        first, train(setting(model, batch), batch, replace(replayed, dropout_seed=8), rng).update
+    )
 
 
 def test_replayed_dropout_leaves_the_global_generators_alone(model, batch, rng, monkeypatch):
@@ -211,7 +216,9 @@ def test_replayed_dropout_leaves_the_global_generators_alone(model, batch, rng, 
 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
     state = torch.get_rng_state()
-    train(model, batch, LocalTraining(batch_size=4, steps=2, dropout="replayed"), rng)
+    train(
+        setting(model, batch), batch, LocalTraining(batch_size=4, steps=2, dropout="replayed"), rng
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -220,7 +227,12 @@ def test_the_model_passed_in_is_untouched(model, batch, rng):
     model.conv.train()
     modes = [layer.training for layer in model.modules()]
     state = copy.deepcopy(model.state_dict())
-    train(model, batch, LocalTraining(lr=0.5, batch_size=4, steps=3, dropout="replayed"), rng)
+    train(
+        setting(model, batch),
+        batch,
+        LocalTraining(lr=0.5, batch_size=4, steps=3, dropout="replayed"),
+        rng,
+    )
     assert_same(dict(model.state_dict()), dict(state))
     assert [layer.training for layer in model.modules()] == modes
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -229,7 +241,7 @@ def test_the_model_passed_in_is_untouched(model, batch, rng):
 def test_a_frozen_layer_is_not_in_the_update(model, batch, rng):
     model.conv.requires_grad_(False)
     training = LocalTraining(lr=0.1, batch_size=4, steps=3, sends="weights", mean=MEAN, std=STD)
-    trained = train(model, batch, training, rng)
+    trained = train(setting(model, batch), batch, training, rng)
     assert set(trained.update) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
     assert_same(trained.update, moved(model, by_torch(model, batch, training)))
 
@@ -237,7 +249,7 @@ def test_a_frozen_layer_is_not_in_the_update(model, batch, rng):
 def test_the_update_holds_no_graph(model, batch, rng):
     for optimiser in ("sgd", "adam"):
         training = LocalTraining(batch_size=4, steps=2, optimiser=optimiser, momentum=0.9)
-        trained = train(model, batch, training, rng)
+        trained = train(setting(model, batch), batch, training, rng)
         assert not any(
             t.requires_grad for t in [*trained.update.values(), *trained.buffers.values()]
         )
@@ -296,7 +308,7 @@ def test_steps_can_be_differentiated(training):
 )
 def test_impossible_sizes_are_refused_in_words(model, batch, rng, changes, words):
     with pytest.raises(InputError, match=words):
-        train(model, batch, replace(LocalTraining(), **changes), rng)
+        train(setting(model, batch), batch, replace(LocalTraining(), **changes), rng)
 
 
 # --- the server: aggregation -------------------------------------------------------------------
@@ -352,7 +364,7 @@ def test_a_round_is_what_its_clients_did(model, easy, rng, server):
     taken = [i for truth in played.truths for i in indices(easy, truth)]
     assert len(set(taken)) == 24
     for truth, update in zip(played.truths, played.updates, strict=True):
-        assert_same(update, train(model, truth, training, rng).update)
+        assert_same(update, train(setting(model, truth), truth, training, rng).update)
     for name, weight in model.named_parameters():
         mean = sum(update[name].double() for update in played.updates) / 3
         by_hand = weight.detach().double() - server.get("server_lr", 1.0) * mean
@@ -366,7 +378,8 @@ def test_the_next_round_starts_from_the_aggregate_weights_and_statistics(model, 
     assert second.index == 1
     assert_same(parameters(second.model), first.after)
     statistics = [
-        train(first.model, t, options["training"], seeded()).buffers for t in first.truths
+        train(setting(first.model, t), t, options["training"], seeded()).buffers
+        for t in first.truths
     ]
     for name in ("norm.running_mean", "norm.running_var"):
         mean = torch.stack([s[name] for s in statistics]).mean(0)
@@ -505,6 +518,6 @@ def test_a_parameter_that_the_loss_does_not_use_gets_no_update(batch, rng):
         def forward(self, x):
             return self.head(x.flatten(1))
 
-    update = train(Idle(), batch, LocalTraining(batch_size=len(batch)), rng).update
+    update = train(setting(Idle(), batch), batch, LocalTraining(batch_size=len(batch)), rng).update
     assert not update["idle.weight"].any()
     assert update["head.weight"].any()

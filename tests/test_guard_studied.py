@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nouns import setting
 from torch.nn.functional import interpolate
 
 from leakgauge import metrics
@@ -52,9 +53,9 @@ def played(name: str, policy: Policy | None = None, noise: float = 0.0):
     guard = Guard(make, training, policy=policy, secret=b"ours")
     honest = guard.check(model.state_dict(), batch, first=True)
     assert honest.decision == "ACCEPT", str(honest)
-    read = case.tamper(model, smooth(1000, 4), training, rng)
+    read = case.prepare(model, smooth(1000, 4), training, rng)
     verdict = guard.check(model.state_dict(), batch, first=True)
-    update = train(model, batch, training, rng).update
+    update = train(setting(model, batch), batch, training, rng).update
     spread = noise * norm(update) / math.sqrt(sum(v.numel() for v in update.values()))
     update = {n: v + spread * torch.randn(v.shape, generator=rng) for n, v in update.items()}
     guess = unnormalised(read(update).float(), training).clamp(0, 1)
@@ -130,7 +131,7 @@ def test_where_the_layer_is_hidden_from_the_probe_the_verdict_says_so():
     batch = Batch(private.inputs, private.labels)
     case = replace(STUDIED["x @ W as host"], share=0.9)
     model = make()
-    case.tamper(model, smooth(500, 4), TRAINING, torch.Generator().manual_seed(1))
+    case.prepare(model, smooth(500, 4), TRAINING, torch.Generator().manual_seed(1))
     verdict = Guard(make, TRAINING).check(model.state_dict(), batch, first=True)
     assert "first.weight" in verdict.untested["coverage"]
     strict = Policy(require=("batch", "memory", "coverage"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import data, models
@@ -34,9 +35,11 @@ def drawn(size: int, classes: int, seed: int) -> Batch:
 
 def observed(model: nn.Module, truth: Batch, classes: int, training: LocalTraining) -> Observation:
     rng = torch.Generator().manual_seed(0)
-    update = train(model, truth, training, rng).update
+    update = train(setting(model, truth), truth, training, rng).update
     _, *shape = truth.inputs.shape
-    return Observation(model, update, (shape[0], shape[1], shape[2]), classes, training, len(truth))
+    return Observation(
+        setting(model, (shape[0], shape[1], shape[2]), classes), update, training, len(truth)
+    )
 
 
 def accuracy(

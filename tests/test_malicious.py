@@ -26,10 +26,10 @@ from leakgauge.types import (
     LocalTraining,
     Named,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
     Round,
-    Tampered,
     Target,
     ThreatModel,
 )
@@ -54,10 +54,10 @@ class Swap:
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset()
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
-        return Tampered((network(7),), {"word": "kept"})
+    ) -> Preparation:
+        return Preparation((network(7),), {"word": "kept"})
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -71,7 +71,7 @@ class Swap:
 
 def test_an_honest_model_sent_back_is_the_same_round() -> None:
     honest = played()
-    again = tampered(honest, Tampered((honest.model,)), seeded(1))
+    again = tampered(honest, Preparation((honest.model,)), seeded(1))
     for one, other in zip(honest.updates, again.updates, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(torch.equal(honest.after[name], again.after[name]) for name in honest.after)
@@ -80,9 +80,9 @@ def test_an_honest_model_sent_back_is_the_same_round() -> None:
 def test_clients_train_on_what_was_sent_to_each() -> None:
     honest = played()
     sent = (network(5), network(6))
-    round_ = tampered(honest, Tampered(sent, {"k": 1}), seeded())
+    round_ = tampered(honest, Preparation(sent, {"k": 1}), seeded())
     for k, model in enumerate(sent):
-        alone = tampered(honest, Tampered((model,)), seeded())
+        alone = tampered(honest, Preparation((model,)), seeded())
         assert all(torch.equal(alone.updates[k][n], u) for n, u in round_.updates[k].items())
     assert round_.secret == {"k": 1}
     assert round_.truths is honest.truths
@@ -90,7 +90,7 @@ def test_clients_train_on_what_was_sent_to_each() -> None:
 
 def test_a_wrong_number_of_models_is_said() -> None:
     with pytest.raises(InputError, match="3 models for 2 clients"):
-        tampered(played(), Tampered((network(),) * 3), seeded())
+        tampered(played(), Preparation((network(),) * 3), seeded())
 
 
 def uneven(defence: Defence | None = None) -> Round:
@@ -112,7 +112,7 @@ def uneven(defence: Defence | None = None) -> Round:
 
 def test_a_tampered_round_meets_the_server_that_the_honest_one_met() -> None:
     honest = uneven()
-    round_ = tampered(honest, Tampered((network(5),)), seeded())
+    round_ = tampered(honest, Preparation((network(5),)), seeded())
     sent = parameters(network(5))
     mean = weighted_mean(round_.updates, honest.weights)
     for name, value in sent.items():
@@ -129,14 +129,14 @@ class Halve:
 
 def test_a_tampered_round_meets_the_defence_that_the_honest_one_met() -> None:
     honest = uneven(), uneven(Halve())
-    changed = [tampered(one, Tampered((network(5),)), seeded()) for one in honest]
+    changed = [tampered(one, Preparation((network(5),)), seeded()) for one in honest]
     for name, (bare, kept) in {"honest": honest, "tampered": changed}.items():
         for one, other in zip(bare.updates, kept.updates, strict=True):
             assert all(torch.equal(one[n] / 2, other[n]) for n in one), name
 
 
 def test_the_model_of_a_round_is_the_one_that_the_victim_got() -> None:
-    sent = Tampered((network(5), network(6)))
+    sent = Preparation((network(5), network(6)))
     for victim, model in enumerate(sent.models):
         found = parameters(tampered(played(), sent, seeded(), victim).model)
         assert all(torch.equal(found[n], p) for n, p in parameters(model).items())
@@ -165,7 +165,7 @@ def test_the_target_holds_nothing_of_a_client() -> None:
 
 @pytest.mark.parametrize("actor", ["server", "aggregate"])
 def test_only_a_malicious_observer_holds_the_secret(actor: Any) -> None:
-    round_ = tampered(played(), Tampered((network(3),), {"word": "kept"}), seeded())
+    round_ = tampered(played(), Preparation((network(3),), {"word": "kept"}), seeded())
     assert threat.observe(round_, ThreatModel(actor)).secret is None
     seen = threat.observe(round_, ThreatModel(actor, malicious=True))
     assert seen.secret == {"word": "kept"}
@@ -229,11 +229,11 @@ class Witness(Swap):
 
     told: list[Any] = field(default_factory=list)
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         self.told.append(target)
-        return Tampered(tuple(network(5 + k) for k in range(target.clients)), {"word": "kept"})
+        return Preparation(tuple(network(5 + k) for k in range(target.clients)), {"word": "kept"})
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None

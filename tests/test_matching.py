@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -101,7 +102,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
 
 def seen(records: int = 1, **changes: Any) -> Observation:
     fields = {"training": LocalTraining(), "records": records} | changes
-    return Observation(nn.Identity(), {}, SHAPE, 5, **fields)
+    return Observation(setting(nn.Identity(), SHAPE, 5), {}, **fields)
 
 
 def run(optimiser: Optimiser, iterations: int, **options: Any) -> Any:
@@ -189,8 +190,8 @@ def test_lbfgs_solves_a_small_sigmoid_problem_to_high_accuracy() -> None:
                         init="wide-uniform", rng=seeded()).double()  # fmt: skip
     truth = Batch(torch.rand(1, *shape, generator=seeded(7)).double(), torch.tensor([2]))
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
-    observation = Observation(model, update, shape, 4, training=training, records=1)
+    update = train(setting(model, truth), truth, training, seeded()).update
+    observation = Observation(setting(model, shape, 4), update, training=training, records=1)
     guess = match(
         observation,
         squared,
@@ -778,8 +779,8 @@ def test_an_attack_checks_its_derivative_once_however_many_searches_it_makes(
     model = models.make("lenet-zhu", shape=(3, 8, 8), classes=4, rng=seeded())
     truth = Batch(torch.rand(2, 3, 8, 8, generator=seeded(1)), torch.tensor([0, 3]))
     training = LocalTraining(batch_size=2)
-    update = train(model, truth, training, seeded()).update
-    observation = Observation(model, update, (3, 8, 8), 4, training, 2)
+    update = train(setting(model, truth), truth, training, seeded()).update
+    observation = Observation(setting(model, (3, 8, 8), 4), update, training, 2)
     for _ in range(2):
         made.clear(), checks.clear()
         attack.reconstruct(observation, seeded())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import nn
 
 from leakgauge import metrics, models
@@ -40,8 +41,8 @@ def observed(seed: int = 1) -> tuple[Observation, Batch]:
     data = digits()
     truth = Batch(data.inputs[seed : seed + 1], data.labels[seed : seed + 1])
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
-    return Observation(model, update, (1, 8, 8), 10, training=training, records=1), truth
+    update = train(setting(model, truth), truth, training, seeded()).update
+    return Observation(setting(model, (1, 8, 8), 10), update, training=training, records=1), truth
 
 
 # ---------------------------------------------------------------- parts
@@ -178,9 +179,9 @@ def test_it_takes_models_without_a_linear_head_when_labels_are_known() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1))
     truth = Batch(digits().inputs[:1], digits().labels[:1])
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
+    update = train(setting(model, truth), truth, training, seeded()).update
     seen = Observation(
-        model, update, (1, 8, 8), 10, training=training, records=1, labels=truth.labels
+        setting(model, (1, 8, 8), 10), update, training=training, records=1, labels=truth.labels
     )
     guess = SmoothToSharp(iterations=6, labels="known").reconstruct(seen, seeded())
     assert torch.equal(guess.labels, truth.labels)  # type: ignore[arg-type]
@@ -205,8 +206,8 @@ def saturated(records: int, **training: Any) -> tuple[Observation, Batch]:
     local = LocalTraining(
         **{"batch_size": records, "batch_norm": "eval", "weight_decay": 0.1} | training
     )
-    update = train(model, truth, local, seeded()).update
-    seen = Observation(model, update, (3, 16, 16), 5, training=local, records=records)
+    update = train(setting(model, truth), truth, local, seeded()).update
+    seen = Observation(setting(model, (3, 16, 16), 5), update, training=local, records=records)
     return seen, truth
 
 
@@ -266,9 +267,9 @@ def test_a_head_without_bias_tells_no_errors() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
     truth = Batch(digits().inputs[:1], digits().labels[:1])
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
+    update = train(setting(model, truth), truth, training, seeded()).update
     seen = Observation(
-        model, update, (1, 8, 8), 10, training=training, records=1, labels=truth.labels
+        setting(model, (1, 8, 8), 10), update, training=training, records=1, labels=truth.labels
     )
     guess = SmoothToSharp(iterations=3, labels="known").reconstruct(seen, seeded())
     assert "no bias" in guess.facts["errors"]
@@ -315,8 +316,8 @@ def test_recovered_activations_are_met_by_the_truth_and_by_nothing_else() -> Non
     )
     truth = Batch(data.inputs[:2], torch.tensor([3, 1]))
     training = LocalTraining(batch_size=2, batch_norm="eval", mean=(0.5,) * 3, std=(0.25,) * 3)
-    update = train(model, truth, training, seeded()).update
-    seen = Observation(model, update, (3, 16, 16), 5, training=training, records=2)
+    update = train(setting(model, truth), truth, training, seeded()).update
+    seen = Observation(setting(model, (3, 16, 16), 5), update, training=training, records=2)
     penalty, labels, words = recovered(seen, seeded())
     order = torch.stack([(truth.labels == label).nonzero()[0, 0] for label in labels])
     assert sorted(labels.tolist()) == [1, 3]

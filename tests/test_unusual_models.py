@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import data, diagnostics, metrics
@@ -228,7 +229,7 @@ def attacked(name: str, round_: Round) -> None:
     attack: Any = quick(name)
     try:
         if name in ACTIVE_ATTACKS:
-            sent = attack.tamper(target(round_, data.load("digits")), seeded())
+            sent = attack.prepare(target(round_, data.load("digits")), seeded())
             round_ = tampered(round_, sent, seeded())
         guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), seeded())
     except NotApplicable as reason:
@@ -296,7 +297,7 @@ def test_transformers_too(name: str, model: str) -> None:
 
 def test_decepticons_refuses_blocks_that_share_weights() -> None:
     with pytest.raises(NotApplicable, match=r"'blocks\.0\.mlp\.fc1\.weight' is shared"):
-        ACTIVE_ATTACKS["decepticons"]().tamper(
+        ACTIVE_ATTACKS["decepticons"]().prepare(
             target(played(tied_blocks), data.load("digits")), seeded()
         )
 
@@ -338,7 +339,7 @@ def test_a_first_layer_is_found_under_the_name_of_another() -> None:
     assert "first.weight" not in round_.updates[0]
     assert reconstructed(Analytic(), round_) > 80
     trap: Any = ACTIVE_ATTACKS["trap-weights"]()
-    round_ = tampered(round_, trap.tamper(target(round_), seeded()), seeded())
+    round_ = tampered(round_, trap.prepare(target(round_), seeded()), seeded())
     guess = trap.reconstruct(observe(round_, ThreatModel(malicious=True)), seeded())
     assert best(guess.inputs, round_.truths[0]) > 80
 
@@ -466,7 +467,7 @@ def test_a_shared_bias_below_the_head_is_not_read() -> None:
 @pytest.mark.parametrize("model", ["tied first layer", "a layer twice"])
 def test_bins_are_not_written_into_a_shared_layer(model: str) -> None:
     with pytest.raises(NotApplicable, match="which other layers share"):
-        ACTIVE_ATTACKS["robbing-the-fed"]().tamper(
+        ACTIVE_ATTACKS["robbing-the-fed"]().prepare(
             target(played(MODELS[model]), data.load("digits")), seeded()
         )
 
@@ -488,7 +489,7 @@ def test_fishing_the_head_alone_gives_the_features() -> None:
     attack: Any = quick("fishing")
     round_ = played(lambda: frozen("fc1", "mid"), 1)
     attack = replace(attack, label=int(round_.truths[0].labels[0]))
-    sent = attack.tamper(target(round_), seeded())
+    sent = attack.prepare(target(round_), seeded())
     round_ = tampered(round_, sent, seeded())
     guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), seeded())
     model: Any = round_.model
@@ -515,7 +516,7 @@ def test_three_steps_are_those_of_torch_optim(model: str, training: dict[str, An
     local = LocalTraining(lr=0.1, batch_size=2, steps=3, **training)
     network = MODELS[model]()
     batch = Batch(torch.rand(2, 1, 8, 8, generator=seeded()), torch.tensor([3, 7]))
-    update = train(network, batch, local, seeded()).update
+    update = train(setting(network, batch), batch, local, seeded()).update
     before = {n: p.detach().clone() for n, p in network.named_parameters()}
     trained = [p for p in network.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(trained, lr=0.1, **training)
@@ -543,8 +544,8 @@ def test_a_defended_update_has_the_same_names(model: str, name: str) -> None:
     network = MODELS[model]()
     batch = Batch(torch.rand(2, 1, 8, 8, generator=seeded()), torch.tensor([3, 7]))
     local = LocalTraining(batch_size=2)
-    plain = train(network, batch, local, seeded()).update
-    defended = train(network, batch, local, seeded(), DEFENCES[name]()).update
+    plain = train(setting(network, batch), batch, local, seeded()).update
+    defended = train(setting(network, batch), batch, local, seeded(), DEFENCES[name]()).update
     assert {n: v.shape for n, v in defended.items()} == {n: v.shape for n, v in plain.items()}
 
 

@@ -50,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leakgauge.attacks._layers import last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised, ready
+from leakgauge.fl.local import decay, minibatches, ready
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -109,7 +109,7 @@ def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
     if seen.training is None or seen.records is None:
         raise Withheld("label inference needs 'training' and 'records' in the observation")
     counts = RULES[rule](_head(seen, seen.training, seen.records))
-    _skip_stand_ins(seen.shape, rng)
+    _skip_stand_ins(seen.record.shape, rng)
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -361,7 +361,7 @@ def _rounded(raw: Tensor, total: int) -> Tensor:
 
 
 def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
-    layer = last_linear(seen.model, seen.shape)
+    layer = last_linear(seen.model, seen.record.shape)
     batches = minibatches(records, training)
     places, pulls = _path(training, len(batches))
     unit = 1 / (training.lr * float(pulls.sum()))
@@ -375,7 +375,7 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
     def passed() -> StandIns:
         some = torch.linspace(0, len(batches) - 1, min(len(batches), WAYPOINTS)).round().long()
         own = torch.Generator().manual_seed(STAND_IN_SEED)
-        images = normalised(smooth_noise((STAND_INS, *seen.shape), own), training)
+        images = seen.record.entering(smooth_noise((STAND_INS, *seen.record.shape), own))
         model = ready(seen.model, training).float()
         floats = {n: p.float() for n, p in before.items()}
         importance = pulls[some] / pulls[some].sum()
@@ -418,7 +418,7 @@ def _remembered(key: bytes, passed: Callable[[], StandIns]) -> StandIns:
 def _digest(seen: Observation, training: LocalTraining, records: int) -> bytes:
     """Of all that the stand-ins' features and slopes follow from. The model's code is not in it,
     but another code would hardly have led to the same update from the same weights."""
-    known = hashlib.blake2b(repr((seen.model, training, records, seen.shape)).encode())
+    known = hashlib.blake2b(repr((seen.setting, training, records)).encode())
     held = (*seen.model.named_parameters(), *seen.model.named_buffers(), *seen.update.items())
     for name, tensor in held:
         known.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -506,7 +506,7 @@ def _path(training: LocalTraining, steps: int) -> tuple[Tensor, Tensor]:
     return places, velocity.flip(0)
 
 
-def _skip_stand_ins(shape: tuple[int, int, int], rng: torch.Generator) -> None:
+def _skip_stand_ins(shape: tuple[int, ...], rng: torch.Generator) -> None:
     """Moves the generator on by what stand-ins take. They were drawn from it once: what an attack
     draws after them, and with it every result that was published, stays as it is."""
     torch.randn((STAND_INS, *shape), generator=rng)

@@ -37,7 +37,7 @@ def shared(model: nn.Module) -> frozenset[str]:
 
 
 def _watch(
-    model: nn.Module, shape: tuple[int, int, int]
+    model: nn.Module, shape: tuple[int, ...]
 ) -> tuple[list[tuple[str, nn.Linear, Tensor, Tensor]], Tensor, Tensor]:
     """Every run of a linear layer (name, module, input, output), the probe, the model's output."""
     model = copy.deepcopy(model).eval()
@@ -64,7 +64,7 @@ def _named(model: nn.Module, name: str) -> Linear:
     return Linear(sent.get(id(module.weight)), sent.get(id(module.bias)), name)
 
 
-def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
+def last_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """The linear layer whose output is the model's output, with those of its parameters whose
     gradient is this layer's alone."""
     runs, _, output = _watch(model, shape)
@@ -85,7 +85,7 @@ def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
     )
 
 
-def first_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
+def first_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """A linear layer with bias that is fed the image itself, pixel by pixel."""
     runs, probe, _ = _watch(model, shape)
     for name, _, entered, _ in runs:

@@ -23,6 +23,7 @@ from leakgauge.attacks._spaces import Pixels, Space, Start
 from leakgauge.errors import InputError, Withheld
 from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
+from leakgauge.records import pictures
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
 Schedule: TypeAlias = Callable[[float], float]
@@ -250,7 +251,7 @@ def match(
         raise InputError(f"patience must be at least 1 iteration, got {patience}")
     resources = resources or Resources()
     space = space or Pixels()
-    shape = (seen.records, *seen.shape)
+    shape = (seen.records, *seen.record.shape)
     if begin is not None:
         _check_begin(begin, shape, space)
     engine = Engine(
@@ -279,14 +280,14 @@ def match(
     for _ in range(restarts):
         free = space.draw(shape, start, rng) if begin is None else [begin.clone()]
         if labels is None:
-            free.append(torch.randn(seen.records, seen.classes, generator=rng))
+            free.append(torch.randn(seen.records, seen.task.count, generator=rng))
         problem = _Problem(
             engine=engine,
             distance=distance,
             labels=labels.to(engine.device) if labels is not None else None,
             priors=priors,
             space=space,
-            size=seen.shape[1:],
+            size=pictures(seen.record).shape[1:],
             free=[f.to(engine.device, engine.dtype) for f in free],
             total=iterations,
             patience=patience,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from leakgauge.attacks._layers import first_linear
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, unnormalised
+from leakgauge.fl.local import decay, minibatches
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -47,7 +47,7 @@ class Analytic:
                 "the analytic attack divides sums of gradients, and an update by "
                 f"{seen.training.optimiser!r} is rescaled entry by entry"
             )
-        layer = first_linear(seen.model, seen.shape)
+        layer = first_linear(seen.model, seen.record.shape)
         assert layer.weight is not None
         assert layer.bias is not None
         shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
@@ -64,7 +64,7 @@ class Analytic:
         ratios = weight[rows] / bias[rows, None]  # (rows, pixels)
         order = bias[rows].abs().argsort(descending=True)
         found = grouped(ratios[order], self.tolerance)[: seen.records]
-        images = unnormalised(found.view(-1, *seen.shape), seen.training)
+        images = seen.record.leaving(found.view(-1, *seen.record.shape))
         return Reconstruction(
             inputs=images.clamp(0, 1).float(),
             labels=None,

@@ -79,7 +79,9 @@ class BayesAttack:
         distance = surprise(self.noise, self.sigma / unit)
         tv = self.tv
         if tv is None:
-            tv = 1e-4 if self.noise == "none" else float(seen.records * math.prod(seen.shape))
+            tv = (
+                1e-4 if self.noise == "none" else float(seen.records * math.prod(seen.record.shape))
+            )
         return match(
             seen,
             where_sent(distance) if self.pruned else distance,

@@ -36,6 +36,7 @@ from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
+from leakgauge.records import pictures
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 BETA = 4
@@ -74,8 +75,9 @@ class CoarseToFine:
         coarse = min(max(1, round(self.coarse * self.iterations)), self.iterations)
         fine = self.iterations - coarse
         labels = infer(seen, self.labels, rng)
-        weight = tv_weight(max(seen.shape[1:])) if self.tv is None else self.tv
-        priors = ((total_variation(seen.training.std), constant(weight)),)
+        record = pictures(seen.record)
+        weight = tv_weight(max(record.shape[1:])) if self.tv is None else self.tv
+        priors = ((total_variation(record.std), constant(weight)),)
         share = shared(resources, coarse * self.restarts + fine)
         late, trust = support(self.support), Trust()
         first = match(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -32,7 +32,7 @@ from leakgauge.attacks._peeling import FOUND, Peeled, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, loss, minibatches, ready, unnormalised
+from leakgauge.fl.local import decay, loss, minibatches, ready
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -66,13 +66,13 @@ class ExactRecursion:
         gradient = gradient_of(seen)
         assert seen.training is not None
         assert seen.records is not None
-        trace = Trace(seen.model, seen.shape)
+        trace = Trace(seen.model, seen.record.shape)
         begun = separate(trace, gradient, seen.records, rng)
         watch = Watched(resources, total=trace.depth(begun.source) + seen.records)
         watch(begun.misfit)
         done = peel(trace, gradient, begun, watch)
         images, misfits = self._finish(trace, done, seen.records, rng, watch)
-        inputs = unnormalised(images, seen.training).clamp(0, 1)
+        inputs = seen.record.leaving(images).clamp(0, 1)
         met = sum(misfit < FOUND for misfit in misfits)
         notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
         if met < seen.records:
@@ -146,7 +146,7 @@ def separable(seen: Observation, rng: torch.Generator) -> Separated:
     in this way."""
     gradient = gradient_of(seen)
     assert seen.records is not None
-    return separate(Trace(seen.model, seen.shape), gradient, seen.records, rng)
+    return separate(Trace(seen.model, seen.record.shape), gradient, seen.records, rng)
 
 
 def gradient_of(seen: Observation) -> Named:
@@ -187,11 +187,11 @@ def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
 def _distance(seen: Observation, gradient: Named, inputs: Tensor, labels: Tensor) -> float:
     """‖g' − g‖/‖g‖ for these images."""
     assert seen.training is not None
-    model = ready(seen.model, seen.training).double()
-    values = {name: p.detach().requires_grad_() for name, p in parameters(model).items()}
+    live = replace(seen.setting, model=ready(seen.model, seen.training).double())
+    values = {name: p.detach().requires_grad_() for name, p in parameters(live.model).items()}
     with torch.enable_grad():
         found = torch.autograd.grad(
-            loss(model, values, inputs, labels, seen.training),
+            loss(live, values, inputs, labels, seen.training),
             list(values.values()),
             materialize_grads=True,  # a parameter the loss does not use stays
         )

@@ -82,7 +82,7 @@ class FedAvgEpochs:
         epochs = whole_epochs(records, training) if apart[self.epochs] else 1
         priors: list[Prior] = [(total_variation, constant(self.tv))]
         if epochs > 1:
-            priors.append((agreement(epochs, seen.shape[0], rng), constant(self.prior)))
+            priors.append((agreement(epochs, seen.record.shape[0], rng), constant(self.prior)))
             # One epoch over E·N candidates: the steps are the client's, each with its own images.
             seen = replace(seen, records=epochs * records, training=replace(training, epochs=1))
         guess = match(
@@ -99,7 +99,7 @@ class FedAvgEpochs:
             rng=rng,
             resources=resources,
         )
-        sets = guess.inputs.view(epochs, records, *seen.shape)
+        sets = guess.inputs.view(epochs, records, *seen.record.shape)
         return replace(
             guess,
             inputs=aligned(sets, labels).mean(0),

@@ -48,8 +48,15 @@ from leakgauge.attacks._objectives import cosine as cosine_distance
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
-from leakgauge.fl.local import normalised, ready
-from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
+from leakgauge.fl.local import ready
+from leakgauge.types import (
+    Knowledge,
+    LocalTraining,
+    Observation,
+    Reconstruction,
+    Resources,
+    Setting,
+)
 
 MaskBy: TypeAlias = Literal["guess", "observed"]
 
@@ -126,7 +133,7 @@ class FedLeak:
         resources = resources or Resources()
         priors: list[Prior] = [(total_variation, constant(self.tv))]
         if how.activation:
-            penalty = activations(seen.model, seen.training, resources)
+            penalty = activations(seen.setting, seen.training, resources)
             priors.append((penalty, constant(how.activation)))
         guess = match(
             seen,
@@ -208,11 +215,11 @@ def by_tensor(share: float, mask_by: MaskBy = "guess") -> Distance:
 
 
 def activations(
-    model: nn.Module, training: LocalTraining, resources: Resources
+    setting: Setting, training: LocalTraining, resources: Resources
 ) -> Callable[[Tensor], Tensor]:
     """Σ_l ‖F⁽ˡ⁾(x)‖₁ of one record, over the outputs of all modules without children but the last:
     the logits are not intermediate."""
-    copied = ready(model, replace(training, dropout="off")).requires_grad_(False)
+    copied = ready(setting.model, replace(training, dropout="off")).requires_grad_(False)
     copied = copied.to(resources.device, resources.dtype or torch.float32)
     sums: list[Tensor] = []
 
@@ -226,7 +233,7 @@ def activations(
 
     def penalty(x: Tensor) -> Tensor:
         sums.clear()
-        copied(normalised(x, training))
+        copied(setting.record.entering(x))
         return sum(sums[:-1], start=x.new_zeros(())) / len(x)
 
     return penalty

@@ -133,7 +133,7 @@ class GradInversion:
             raise Withheld("gradient matching needs 'training' and 'records' in the observation")
         if not expected:
             return (), ("no batch-norm prior: the model has no batch-norm layer to compare",)
-        return ((batch_norm(seen.model, seen.training, expected), constant(self.bn)),), ()
+        return ((batch_norm(seen.setting, seen.training, expected), constant(self.bn)),), ()
 
 
 @dataclass(frozen=True)

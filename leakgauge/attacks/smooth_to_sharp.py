@@ -58,7 +58,7 @@ from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised
+from leakgauge.fl.local import decay, minibatches
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
@@ -155,7 +155,7 @@ def errors_of(seen: Observation, labels: Tensor) -> Tensor:
     training, records = seen.training, seen.records
     if training is None or records is None:
         raise Withheld("smooth-to-sharp needs 'training' and 'records' in the observation")
-    head = last_linear(seen.model, seen.shape)
+    head = last_linear(seen.model, seen.record.shape)
     if head.bias is None:
         raise NotApplicable("the last layer has no bias to read them from")
     if not any(value.dim() > 1 for value in seen.update.values()):
@@ -181,7 +181,7 @@ def recovered(
     gradient, training = gradient_of(seen), seen.training
     assert training is not None
     assert seen.records is not None
-    trace = Trace(seen.model, seen.shape)
+    trace = Trace(seen.model, seen.record.shape)
     begun = separate(trace, gradient, seen.records, rng)
     watch = Watched(replace(resources or Resources(), progress=None), total=1)
     known = peel(trace, gradient, begun, watch).known
@@ -190,7 +190,7 @@ def recovered(
 
     def penalty(x: Tensor) -> Tensor:
         trace.module.to(x)  # it was double to read with
-        found = trace.forward(normalised(x, training), list(known))
+        found = trace.forward(seen.record.entering(x), list(known))
         off = [(found[n] - known[n].to(x)).square().sum() / size[n] for n in known]
         return torch.stack(off).mean()
 

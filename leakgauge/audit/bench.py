@@ -30,12 +30,14 @@ from leakgauge.errors import NotApplicable
 from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
+from leakgauge.kept import Checkpoint, key_of
 from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import (
-    ActiveAttack,
     Attack,
     Batch,
+    Kept,
     Metric,
+    PreparedAttack,
     Reconstruction,
     Resources,
     Round,
@@ -90,8 +92,8 @@ class Bench:
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         attack_rng = rng_of(case.seed, f"attack/{case.attack}")
         attack = self.plan.attacks[case.attack]
-        round_ = self.played(case, attack, round_, attack_rng, resources)
-        seen = threat.observe(round_, case.threat(self.plan))
+        round_, kept = self.played(case, attack, round_, attack_rng, resources)
+        seen = threat.observe(round_, case.threat(self.plan), kept=kept)
         guess = attack.reconstruct(seen, attack_rng, resources)
         truth = threat.covered(round_, case.threat(self.plan))
         scored, paired = score(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
@@ -100,7 +102,7 @@ class Bench:
             "zero_tensors": sum(zeros) / len(zeros),
             "sparsity": diagnostics.sparsity(seen.update),
         }
-        if isinstance(attack, ActiveAttack) and case.kind == "trial":
+        if threat.manipulates(attack) and case.kind == "trial":
             scored |= self._guarded(case, round_, scored)
         scored["caveats"] = checks.caveats(scored)
         self.store.begin()
@@ -116,21 +118,28 @@ class Bench:
         round_: Round,
         rng: torch.Generator,
         resources: Resources | None = None,
-    ) -> Round:
-        """The round as it is under this attack: one that changes the model has the clients train
-        on what it sent."""
-        if not isinstance(attack, ActiveAttack):
-            return round_
+    ) -> tuple[Round, Kept | None]:
+        """The round as it is under this attack, and what the attack kept of its preparation: one
+        that changes the model has the clients train on what it sent."""
+        if not isinstance(attack, PreparedAttack):
+            return round_, None
         victims = threat.victims(round_, case.threat(self.plan))
-        sent = attack.tamper(target(round_, self.plan.public, victims), rng, resources)
-        return tampered(round_, sent, rng_of(case.seed, "tampered"), victims[0])
+        aim = target(round_, self.plan.public, victims)
+        key = key_of(attack, aim, rng)
+        place = Checkpoint(self.store.prepared / f"{key}.safetensors", key)
+        made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
+        if made.models:
+            round_ = tampered(round_, made, rng_of(case.seed, "tampered"))
+        return round_, made.kept
 
     def _guarded(self, case: Case, round_: Round, scored: dict[str, Any]) -> dict[str, Any]:
         """What the guard of the attacked client, without a memory, says of the model sent to it
         (of the first client behind an aggregate)."""
-        guard = Guard(case.scenario(self.plan).make_model, round_.training)
-        truth = round_.truths[threat.victims(round_, case.threat(self.plan))[0]]
-        verdict = guard.check(dict(round_.model.state_dict()), truth, first=True)
+        scenario, who = case.scenario(self.plan), case.threat(self.plan)
+        guard = Guard(scenario.make_model, round_.training, scale=scenario.scale)
+        truth = round_.truths[threat.victims(round_, who)[0]]
+        sent = threat.sent_to(round_, who).state_dict()
+        verdict = guard.check(dict(sent), truth, first=True)
         fired = ", ".join(one.test for one in verdict.fired)
         words = f"a client's guard, without a memory, says {verdict.decision}"
         return {
@@ -155,7 +164,7 @@ class Bench:
         noisy = truth.inputs + NOISE * torch.randn(truth.inputs.shape, generator=rng)
         training = replace(round_.training, order="fixed")
         clean, moved = (
-            train(round_.model, Batch(x, truth.labels), training, rng).update
+            train(round_.setting, Batch(x, truth.labels), training, rng).update
             for x in (truth.inputs, noisy.clamp(0, 1))
         )
         a, b = (torch.cat([v.flatten().double() for v in u.values()]) for u in (clean, moved))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from leakgauge.errors import PlanError
 from leakgauge.fl.aggregate import Weighting
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import LocalTraining, ThreatModel
 
 Table = dict[str, Any]
@@ -21,16 +22,18 @@ NO_DEFENCE = "none"
 @dataclass(frozen=True)
 class Federation:
     """The user's own system. `model` and `data` are a name or a table with a name and options;
-    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `rounds` lists
-    the attack stages: honest rounds played before the one that is attacked. `public` records are
-    set aside for a malicious server: no client holds them (default: a quarter, at most a thousand,
-    if `threat.malicious`)."""
+    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `record` says how
+    records are normalised before they enter the model. `rounds` lists the attack
+    stages: honest rounds played before the one that is attacked. `public` records are set aside for
+    a malicious server: no client holds them (default: a quarter, at most a thousand, if
+    `threat.malicious`)."""
 
     model: str | Table
     data: str | Table
     init: str = "torch"
     checkpoint: str | None = None
     training: LocalTraining = field(default_factory=LocalTraining)
+    record: Scale = AS_THEY_ARE
     clients: int = 1
     participants: int | None = None
     records: int | Literal["all"] | None = None
@@ -53,10 +56,6 @@ class Federation:
             raise ValueError(
                 f"training.lr must be positive and finite, got {self.training.lr}: "
                 "a client that takes no step sends nothing"
-            )
-        if not all(0 < std < math.inf for std in self.training.std):
-            raise ValueError(
-                f"training.std must be positive and finite, got {list(self.training.std)}"
             )
 
 

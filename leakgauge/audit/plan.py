@@ -35,6 +35,7 @@ from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
+from leakgauge.records import record_of
 from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
 
 MOST_STEPS = 1_000_000  # of local training, in one round
@@ -102,6 +103,7 @@ class Plan:
             weighting=federation.weighting,
             partition=self.partition,
             defence=self.defences[defence],
+            scale=federation.record,
         )
 
     def _make_model(self) -> nn.Module:
@@ -154,6 +156,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     for key in ("attack", "defence"):
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
+    _check_moved(table)
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name)
@@ -172,7 +175,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     partition = _named(PARTITIONS, federation.partition, "partition")
     defences = _each(DEFENCES, document.defence, "defence")
     records = _load(federation.data, folder)
-    _check_normalisation(federation.training, records)
+    record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
     public, private = _set_aside(records, federation.public, document.threat.malicious)
@@ -325,6 +328,17 @@ def _import_from(folder: Path, name: str) -> None:
     importlib.invalidate_caches()
 
 
+def _check_moved(table: Mapping[str, Any]) -> None:
+    """Older plans normalise in the training's table."""
+    federation = table.get("federation")
+    training = federation.get("training") if isinstance(federation, Mapping) else None
+    if isinstance(training, Mapping) and {"mean", "std"} & set(training):
+        raise PlanError(
+            "federation.training: mean and std say how records are normalised: move them to the "
+            "table [federation.record]"
+        )
+
+
 def _check_names(document: Document, name: str) -> None:
     """What the file asks for by name and this machine must have."""
     if not document.attack:
@@ -364,14 +378,3 @@ def _check_length(training: LocalTraining, records: int) -> None:
             f"size {training.batch_size} on {records:,} records; at most {MOST_STEPS:,} are "
             "allowed: lower epochs, or raise batch_size"
         )
-
-
-def _check_normalisation(training: LocalTraining, records: Dataset) -> None:
-    channels = records.inputs.shape[1]
-    for key in ("mean", "std"):
-        count = len(getattr(training, key))
-        if count not in (1, channels):
-            raise PlanError(
-                f"federation.training.{key} has {count} values, but {records.name} has {channels} "
-                f"channels: give one value for all or {channels}"
-            )

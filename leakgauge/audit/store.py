@@ -3,6 +3,7 @@
     OUT/plan.json        the plan and its fingerprint
     OUT/trials/ID.json   one finished trial each
     OUT/images/ID/…      truths and guesses, and a sheet of both
+    OUT/prepared/KEY     what a long preparation of an attack keeps, to go on from
     OUT/result.json      everything, when the audit is done
 
 A trial counts once its JSON file is there; a killed audit therefore loses only the running trial.
@@ -38,6 +39,7 @@ class Store:
         self.out = out
         self._fingerprint = fingerprint  # of the plan whose trials these are
         self.images = out / "images"
+        self.prepared = out / "prepared"
         self.result = out / "result.json"
         self._marker = out / "plan.json"
         self._content: dict[str, Any] | None = None  # of the marker, until it is written
@@ -74,7 +76,7 @@ class Store:
     def begin(self) -> None:
         """Make the folder ready, once."""
         if self._replace:
-            for part in ("trials", "images"):
+            for part in ("trials", "images", "prepared"):
                 shutil.rmtree(self.out / part, ignore_errors=True)
             self.result.unlink(missing_ok=True)
             self._replace = False

@@ -19,7 +19,7 @@ import torch
 
 from leakgauge.tensors import norm as length
 from leakgauge.tensors import scale
-from leakgauge.types import Named
+from leakgauge.types import Here, Named
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Clip:
         if not 0 < self.norm < math.inf:
             raise ValueError(f"norm must be positive and finite, got {self.norm}")
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"norm": self.norm, "scope": self.scope}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         if self.scope == "whole":
             return clipped(update, self.norm)
         parts = [clipped({name: value}, self.norm) for name, value in update.items()]

@@ -26,7 +26,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from leakgauge.defences.clip import clipped
-from leakgauge.types import Named
+from leakgauge.types import Here, Named
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class ClipAndNoise:
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, got {self.delta}")
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"norm": self.norm, "sigma": self.sigma()}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         spread = self.sigma() * self.norm
         return {
             name: value + spread * torch.randn(value.shape, generator=rng, dtype=value.dtype)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from leakgauge.types import Named
+from leakgauge.types import Here, Named
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Prune:
         if not 0 <= self.share < 1:
             raise ValueError(f"share must lie in [0, 1), got {self.share}")
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"share": self.share, "scope": self.scope}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         if self.scope == "layer":
             return {n: v * largest(v.flatten(), self.share).view_as(v) for n, v in update.items()}
         keep = largest(torch.cat([v.flatten() for v in update.values()]), self.share)

@@ -49,7 +49,7 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 
 from leakgauge.detectors._layers import chosen, fitted, prepared, worst
 from leakgauge.detectors._products import Run, Watch
-from leakgauge.fl.local import logits
+from leakgauge.fl.local import outputs
 from leakgauge.types import Batch, Detection, LocalTraining, Received
 
 ALONE = 0.99
@@ -235,7 +235,7 @@ def run(model: nn.Module, batch: Batch, training: LocalTraining, backward: bool 
             value.requires_grad_(False)
     with torch.enable_grad():
         with watch:
-            said = logits(model, {}, batch.inputs, training)
+            said = outputs(model, {}, batch.inputs, training)
         objective = cross_entropy(said, batch.labels)
         if backward and watch.leaves:
             torch.autograd.grad(objective, watch.leaves, allow_unused=True)

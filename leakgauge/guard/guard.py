@@ -40,10 +40,11 @@ from leakgauge.detectors import fires, snapshots
 from leakgauge.detectors._layers import digest, drawn
 from leakgauge.detectors.probe import CROWD
 from leakgauge.errors import InputError, LeakGaugeError
-from leakgauge.fl.local import logits, ready
+from leakgauge.fl.local import outputs, ready
 from leakgauge.guard import policy as policies
 from leakgauge.guard import store as stores
 from leakgauge.guard.policy import MEMORY, STRUCTURE, Policy
+from leakgauge.records import AS_THEY_ARE, Scale, record_of
 from leakgauge.types import Batch, Detection, Detector, History, LocalTraining, Named, Received
 
 Decision: TypeAlias = Literal["ACCEPT", "EXPOSED", "INCONCLUSIVE", "REJECT"]
@@ -130,7 +131,8 @@ class Guard:
     """Tests the models that one client receives from one federation.
 
     `make_model()` builds the client's own network: its code, never the server's. `training` is what
-    the client does with it (the probe takes as many records, in the same modes). `store` is a
+    the client does with it (the probe takes as many records, in the same modes), `scale` how it
+    normalises records before they enter the network. `store` is a
     folder that keeps the memory across restarts; without one it lasts as long as the guard.
     `secret` is what samples are drawn from: random, or that of the store; give it only to repeat an
     experiment.
@@ -141,12 +143,13 @@ class Guard:
         make_model: Callable[[], nn.Module],
         training: LocalTraining,
         *,
+        scale: Scale = AS_THEY_ARE,
         policy: Policy | None = None,
         store: Path | str | None = None,
         secret: bytes | None = None,
     ):
         self.policy = policy or Policy()
-        self.training = training
+        self.training, self.scale = training, scale
         with _undisturbed():
             try:
                 fresh = copy.deepcopy(make_model())  # it may return the one that is being trained
@@ -217,7 +220,7 @@ class Guard:
             found.verdict,
             rounds=history.rounds if history else 0,
             round=(history.rounds if history else 0) + (history.missed if history else 1),
-            policy=policies.digest(self.policy, self.training),
+            policy=policies.digest(self.policy, self.training, self.scale),
             override=restart,
             seconds=time.perf_counter() - began,
         )
@@ -439,10 +442,11 @@ class Guard:
         chosen = drawn(labels, LOOKED_AT, rng)
         inputs, labels = inputs[chosen], labels[chosen].long()
         try:
+            inputs = record_of(inputs, self.scale).entering(inputs)
             model = ready(self._fresh, self.training)
             dtype = next((p.dtype for p in model.parameters()), torch.float32)
             few = inputs[:4].to(dtype) if inputs.is_floating_point() else inputs[:4]
-            classes = logits(model, {}, few, self.training).shape[-1]
+            classes = outputs(model, {}, few, self.training).shape[-1]
         except Exception as error:
             raise InputError(
                 f"your own network cannot run on your records ({_words(error)}); {advice}"

@@ -39,6 +39,7 @@ from leakgauge.detectors import (
 )
 from leakgauge.errors import PlanError
 from leakgauge.files import write_atomic
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import Detector, LocalTraining
 
 Off: TypeAlias = Literal["off"]
@@ -121,15 +122,17 @@ STRUCTURE = Structure()
 
 @dataclass(frozen=True)
 class Settings:
-    """What an operator's file holds: the policy, and what local training does."""
+    """What an operator's file holds: the policy, what local training does, and how it normalises
+    records."""
 
     policy: Policy = field(default_factory=Policy)
     training: LocalTraining | None = None  # where the file does not say
+    record: Scale = AS_THEY_ARE
 
 
 def read(path: Path) -> Settings:
-    """The settings in a TOML file: the keys of `Policy`, and those of `LocalTraining` in a table
-    [training]. Unknown keys are errors."""
+    """The settings in a TOML file: the keys of `Policy`, those of `LocalTraining` in a table
+    [training], and `mean` and `std` in a table [record]. Unknown keys are errors."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -140,16 +143,17 @@ def read(path: Path) -> Settings:
 
 
 def parse(table: Mapping[str, Any], where: str = "policy") -> Settings:
-    rest = {key: value for key, value in table.items() if key != "training"}
+    rest = {key: value for key, value in table.items() if key not in ("training", "record")}
     training = None
     if "training" in table:
         training = build(LocalTraining, table["training"], f"{where}: training")
-    return Settings(build(Policy, rest, where), training)
+    record = build(Scale, table.get("record", {}), f"{where}: record")
+    return Settings(build(Policy, rest, where), training, record)
 
 
-def digest(policy: Policy, training: LocalTraining) -> str:
+def digest(policy: Policy, training: LocalTraining, scale: Scale) -> str:
     """SHA-256 of all settings, defaults included."""
-    every = {"policy": dataclasses.asdict(policy), "training": dataclasses.asdict(training)}
+    every = [dataclasses.asdict(policy), dataclasses.asdict(training), dataclasses.asdict(scale)]
     return hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()
 
 
@@ -159,6 +163,8 @@ def write(path: Path, settings: Settings, notes: list[str]) -> None:
     lines += _lines(settings.policy, Policy())
     if settings.training is not None:
         lines += ["", "[training]", *_lines(settings.training, LocalTraining())]
+    if settings.record != AS_THEY_ARE:
+        lines += ["", "[record]", *_lines(settings.record, AS_THEY_ARE)]
     write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 

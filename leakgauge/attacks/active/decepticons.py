@@ -42,14 +42,16 @@ from torch import Tensor, nn
 
 from leakgauge.attacks._layers import shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised, unnormalised
+from leakgauge.fl.local import decay, minibatches
+from leakgauge.records import pictures
 from leakgauge.types import (
     Dataset,
+    Kept,
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
 )
 
@@ -69,6 +71,7 @@ class Decepticons:
     voice: float = 1.0
     tolerance: float = 2e-2
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for key in ("scale", "voice", "tolerance"):
@@ -76,14 +79,14 @@ class Decepticons:
             if value is not None and not value > 0:
                 raise PlanError(f"{key} must be positive, got {value}")
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         public = _public(target)
         model: Any = copy.deepcopy(target.model).eval()
         _check(model)
         picked = torch.randperm(len(public), generator=rng)[:256]
-        inputs = normalised(public.inputs[picked], target.training)
+        inputs = target.record.entering(public.inputs[picked])
         *imprints, last = model.blocks
         width = model.pos_embed.shape[2]
         v = torch.randn(width, generator=rng)
@@ -119,14 +122,14 @@ class Decepticons:
             last.attn.qkv.weight[2 * width :, -1] = self.voice * length / handed * spread
             last.attn.proj.weight.copy_(torch.eye(width))
         model.train(target.model.training)
-        colour = public.inputs.mean((0, 2, 3)) if _is_vision(model) else None
-        return Tampered((model,), {"colour": colour})
+        colour = {"colour": public.inputs.mean((0, 2, 3))} if _is_vision(model) else {}
+        return Preparation(Kept(colour), (model,))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        if seen.training is None or seen.records is None or seen.secret is None:
-            raise Withheld("Decepticons needs 'training', 'records' and the secret it kept")
+        if seen.training is None or seen.records is None or seen.kept is None:
+            raise Withheld("Decepticons needs 'training', 'records' and what its prepare() kept")
         found = recover(seen, self.tolerance)
         image = _grouped(found, seen.records)
         inputs = _assembled(found, image, seen)
@@ -215,8 +218,8 @@ def recover(seen: Observation, tolerance: float) -> Found:
     if not _is_vision(model):
         return replace(found, tokens=contents)
     patch = model.patch_embed.proj.kernel_size
-    patches = contents.view(-1, seen.shape[0], *patch)
-    return replace(found, patches=unnormalised(patches, seen.training).clamp(0, 1).float())
+    patches = contents.view(-1, pictures(seen.record).shape[0], *patch)
+    return replace(found, patches=seen.record.leaving(patches).clamp(0, 1).float())
 
 
 def _solved_patches(model: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -352,7 +355,7 @@ def _grouped(found: Found, records: int) -> Tensor:
 def _assembled(found: Found, record: Tensor, seen: Observation) -> Tensor:
     """Records with the parts in their places, and blanks in between."""
     assert seen.records is not None
-    assert seen.secret is not None
+    assert seen.kept is not None
     placed = record >= 0
     where = record[placed], found.positions[placed]
     positions = seen.model.get_parameter("pos_embed").shape[1] - 1
@@ -361,9 +364,9 @@ def _assembled(found: Found, record: Tensor, seen: Observation) -> Tensor:
         texts[where] = found.tokens[placed]
         return texts
     assert found.patches is not None
-    channels, height, width = seen.shape
+    channels, height, width = pictures(seen.record).shape
     rows, columns = found.patches.shape[2:]
-    grid = seen.secret["colour"].view(1, 1, channels, 1, 1).repeat(
+    grid = seen.kept.tensors["colour"].view(1, 1, channels, 1, 1).repeat(
         seen.records, positions, 1, rows, columns
     )  # fmt: skip
     grid[where] = found.patches[placed]

@@ -43,14 +43,15 @@ from leakgauge.attacks.active._imprint import (
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl.local import minibatches, normalised, ready
+from leakgauge.fl.local import minibatches, ready
 from leakgauge.types import (
+    Kept,
     Knowledge,
     LocalTraining,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
 )
 
@@ -67,16 +68,17 @@ class Fishing:
     gain: float = 100.0  # γ times the feature's standard deviation
     iterations: int = 0  # of Inverting Gradients, where division gives no pixels
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
-        if not 0 <= self.label < target.classes:
+    ) -> Preparation:
+        if not 0 <= self.label < target.task.count:
             raise InputError(
-                f"label is {self.label}; expected a class from 0 to {target.classes - 1}"
+                f"label is {self.label}; expected a class from 0 to {target.task.count - 1}"
             )
         model = copy.deepcopy(target.model)
-        layer = last_linear(model, target.shape)
+        layer = last_linear(model, target.record.shape)
         if layer.weight is None or layer.bias is None:
             raise NotApplicable(
                 "fishing changes and reads the weight and the bias of the last layer, and in "
@@ -92,7 +94,8 @@ class Fishing:
                 bias.zero_()
                 weight[self.label, unit] = -self.gain / spread
                 bias[self.label] = self.gain / spread * threshold
-        return Tampered((model,), {"weight": layer.weight, "bias": layer.bias, "label": self.label})
+        found = {"weight": layer.weight, "bias": layer.bias, "label": self.label}
+        return Preparation(Kept(facts=found), (model,))
 
     def _class(self, weight: Tensor, bias: Tensor, rng: torch.Generator) -> None:
         kept = weight[self.label].clone() if self.row is None else self.row
@@ -115,25 +118,25 @@ class Fishing:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "fishing")
-        label = secret["label"]
-        row, error = gradient(seen, secret["weight"])[label], gradient(seen, secret["bias"])[label]
+        kept, training, records = knowledge(seen, "fishing")
+        layers, label = kept.facts, kept.facts["label"]
+        row, error = (gradient(seen, layers[part])[label] for part in ("weight", "bias"))
         fished = _fished(float(error), records, training)
         if not error.abs() > 0:
             return _nothing(seen, "no record was caught: none passed an error on", {"fished": 0.0})
         facts = {"label": label, "fished": fished, "features": (row / error).float()}
         wanted = min(records, max(1, round(fished)))
         try:
-            layer = first_linear(seen.model, seen.shape)
+            layer = first_linear(seen.model, seen.record.shape)
         except NotApplicable:
             return self._optimised(seen, facts, rng, resources)
         assert layer.weight is not None
         assert layer.bias is not None
         weight, bias = gradient(seen, layer.weight), gradient(seen, layer.bias)
-        if layer.weight == secret["weight"]:  # a single layer: the other rows hold other records
+        if layer.weight == layers["weight"]:  # a single layer: the other rows hold other records
             weight, bias = weight[label, None], bias[label, None]
         quotients, rows = ratios(weight, bias)
-        images = as_images(quotients, seen.shape, training, raw=False)
+        images = as_images(quotients, seen.record, raw=False)
         chosen = best(images, bias[rows].abs(), wanted)
         return Reconstruction(
             inputs=images[chosen].clamp(0, 1).float(),
@@ -151,7 +154,7 @@ class Fishing:
     ) -> Reconstruction:
         """The fished record by an optimisation attack on its update, if iterations are given."""
         assert seen.training is not None
-        assert seen.secret is not None
+        assert seen.kept is not None
         if not self.iterations:
             return _nothing(
                 seen,
@@ -160,7 +163,10 @@ class Fishing:
                 "(set iterations)",
                 facts,
             )
-        last = {seen.secret["weight"], seen.secret["bias"]}  # they hold the other records too
+        last = {
+            seen.kept.facts["weight"],
+            seen.kept.facts["bias"],
+        }  # they hold the other records too
         update = {name: value for name, value in seen.update.items() if name not in last}
         if not update:
             return _nothing(
@@ -183,7 +189,7 @@ class Fishing:
 
 def _nothing(seen: Observation, note: str, facts: dict[str, Any]) -> Reconstruction:
     """No guess of any pixels, and why."""
-    return Reconstruction(torch.empty(0, *seen.shape), None, 1.0, notes=(note,), facts=facts)
+    return Reconstruction(torch.empty(0, *seen.record.shape), None, 1.0, notes=(note,), facts=facts)
 
 
 def _fished(error: float, records: int, training: LocalTraining) -> float:
@@ -206,7 +212,7 @@ def _feature(model: nn.Module, head: str, target: Target, label: int) -> tuple[i
     model = ready(model, target.training)
     entered: list[Tensor] = []
     model.get_submodule(head).register_forward_hook(lambda _, args, __: entered.append(args[0]))
-    model(normalised(images, target.training))
+    model(target.record.entering(images))
     features = entered[0]  # (images, features)
     spread, unit = features.std(0).max(0)
     if not spread > 0:

@@ -46,12 +46,14 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import NotApplicable
+from leakgauge.records import pictures
 from leakgauge.types import (
+    Kept,
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
 )
 
@@ -66,15 +68,16 @@ class Loki:
     functional: Functional = "mean"
     gain: float = 1.0  # of the layer behind the imprint
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
-        pixels, area = prod(target.shape), prod(target.shape[1:])
+    ) -> Preparation:
+        pixels, area = prod(pictures(target.record).shape), prod(pictures(target.record).shape[1:])
         cut = bins_of(target, self.bins, self.functional, raw=False, noise=0.0, rng=rng)
         one = torch.zeros(self.bins, area)  # no row reads the channel of ones
         rows = torch.cat([cut.rows, one], 1).repeat(1, target.clients)
-        imprint = block(target.shape, rows, cut.biases, self.gain, rng)
+        imprint = block(pictures(target.record).shape, rows, cut.biases, self.gain, rng)
         models = tuple(
             nn.Sequential(
                 OrderedDict(
@@ -85,15 +88,15 @@ class Loki:
             )
             for client in range(target.clients)
         )
-        return Tampered(models, {"columns": pixels + area})
+        return Preparation(Kept(facts={"columns": pixels + area}), models)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "loki")
-        pixels = prod(seen.shape)
+        kept, _, records = knowledge(seen, "loki")
+        pixels = prod(seen.record.shape)
         weight = gradient(seen, IMPRINT)
-        slices = torch.split(weight, secret["columns"], dim=1)
+        slices = torch.split(weight, kept.facts["columns"], dim=1)
         found: list[Tensor] = []
         strengths: list[Tensor] = []
         owners: list[Tensor] = []
@@ -109,7 +112,7 @@ class Loki:
         if not found:
             raise NotApplicable("no unit of the layer that reads the images passed on a gradient")
         quotients, owner = torch.cat(found), torch.cat(owners)
-        images = as_images(quotients, seen.shape, training, raw=False)
+        images = as_images(quotients, seen.record, raw=False)
         chosen = best(images, torch.cat(strengths), records)
         explained = [
             unexplained(own[:, :pixels], quotients[chosen][owner[chosen] == client])
@@ -126,7 +129,7 @@ class Loki:
 
 def _kernels(target: Target, client: int) -> nn.Conv2d:
     """The convolution of one client: its image and a channel of ones, in its own channels."""
-    channels = target.shape[0]
+    channels = pictures(target.record).shape[0]
     groups = target.clients * (channels + 1)
     convolution = nn.Conv2d(channels, groups, 3, padding=1, device="meta").to_empty(device="cpu")
     assert convolution.bias is not None

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks.active._imprint import (
+    Reader,
     as_images,
     best,
     channelwise,
@@ -40,12 +41,13 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.records import pictures
 from leakgauge.types import (
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
 )
 
@@ -60,10 +62,11 @@ class TrapWeights:
     magnitudes: Literal["paired", "independent"] = "paired"
     amplitude: Literal["sigma", "host"] = "sigma"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         if not 0 < self.scale < 1:
             raise InputError(f"scale must lie between 0 and 1, got {self.scale}: units must be off")
         model = copy.deepcopy(target.model)
@@ -72,14 +75,14 @@ class TrapWeights:
         count = len(weight) if self.rows is None else self.rows
         if not 1 <= count <= len(weight):
             raise NotApplicable(f"rows is {count}, but {layer.weight!r} has {len(weight)} units")
-        pixels = prod(target.shape)
+        pixels = prod(target.record.shape)
         units = torch.randperm(len(weight), generator=rng)[:count]
         rows = self._rows(count, pixels, rng)
         shift = torch.zeros(count)
         if not layer.raw:
             mean, std = (
-                part.repeat_interleave(pixels // target.shape[0])
-                for part in channelwise(target.training, target.shape[0])
+                part.repeat_interleave(pixels // len(part))
+                for part in channelwise(pictures(target.record))
             )
             rows, shift = rows * std, rows @ mean
         if self.amplitude == "host":
@@ -89,7 +92,7 @@ class TrapWeights:
             weight[units] = 0.0
             weight[units, :pixels] = rows
             bias[units] = shift
-        return Tampered((model,), {"reader": layer, "units": units})
+        return Preparation(layer.kept(units), (model,))
 
     def _rows(self, count: int, pixels: int, rng: torch.Generator) -> Tensor:
         half = pixels // 2
@@ -106,12 +109,12 @@ class TrapWeights:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "trap-weights")
-        layer, units = secret["reader"], secret["units"]
-        weight = gradient(seen, layer.weight)[units, : prod(seen.shape)]
+        kept, _, records = knowledge(seen, "trap-weights")
+        layer, units = Reader.of(kept)
+        weight = gradient(seen, layer.weight)[units, : prod(seen.record.shape)]
         bias = gradient(seen, layer.bias)[units]
         quotients, rows = ratios(weight, bias)
-        images = as_images(quotients, seen.shape, training, layer.raw)
+        images = as_images(quotients, seen.record, layer.raw)
         chosen = best(images, bias[rows].abs(), records)
         return Reconstruction(
             inputs=images[chosen].clamp(0, 1).float(),
