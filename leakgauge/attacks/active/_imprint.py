@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from leakgauge.attacks._layers import names_sent, shared
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised, ready, unnormalised
+from leakgauge.fl.local import normalised, ready, unnormalised
 from leakgauge.types import Dataset, LocalTraining, Observation, Target
 
 Functional: TypeAlias = Literal["mean", "random"]
@@ -242,15 +242,6 @@ def knowledge(seen: Observation, name: str) -> tuple[Mapping[str, Any], LocalTra
             "rescaled entry by entry"
         )
     return seen.secret, seen.training, seen.records
-
-
-def gradient(seen: Observation, name: str) -> Tensor:
-    """The sum of the gradients behind an update by SGD, up to a factor, in double precision: what
-    weight decay took away is known, and momentum only weighs."""
-    assert seen.training is not None
-    assert seen.records is not None
-    shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
-    return seen.update[name].double() - shrunk * seen.model.get_parameter(name).detach().double()
 
 
 def neighbours(gradients: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.errors import CheckpointError, InputError, NotApplicable, PlanError, Withheld
 from leakgauge.files import read_tensors, write_tensors
-from leakgauge.fl.local import State, advance, decay, loss, minibatches, ready, start
+from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Batch,
@@ -145,13 +146,9 @@ def picture(seen: Observation) -> Tensor:
             f"SEER was trained for batches of {secret['records']} and this update is of "
             f"{seen.records}: the property is that of one image in a batch"
         )
-    shrunk = decay(seen.training, 1)
     # The client sends lr · mean gradient, and the decoder knows the sum.
     times = seen.records / seen.training.lr
-    gradient = [
-        times * (seen.update[name] - shrunk * seen.model.get_parameter(name).detach())
-        for name in secret["names"]
-    ]
+    gradient = [times * gradient_sum(seen, name, torch.float32) for name in secret["names"]]
     decoder = {name: secret[name] for name in DECODER}
     code = disaggregate(read(gradient, secret["chosen"]) * secret["scale"], decoder)
     return decode(code, decoder).view(seen.shape[0], secret["side"], secret["side"]).clamp(0, 1)

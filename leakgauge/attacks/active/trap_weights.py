@@ -29,11 +29,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     as_images,
     best,
     channelwise,
-    gradient,
     knowledge,
     ratios,
     reader,
@@ -108,8 +108,8 @@ class TrapWeights:
     ) -> Reconstruction:
         secret, training, records = knowledge(seen, "trap-weights")
         layer, units = secret["reader"], secret["units"]
-        weight = gradient(seen, layer.weight)[units, : prod(seen.shape)]
-        bias = gradient(seen, layer.bias)[units]
+        weight = gradient_sum(seen, layer.weight)[units, : prod(seen.shape)]
+        bias = gradient_sum(seen, layer.bias)[units]
         quotients, rows = ratios(weight, bias)
         images = as_images(quotients, seen.shape, training, layer.raw)
         chosen = best(images, bias[rows].abs(), records)
