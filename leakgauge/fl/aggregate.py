@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from leakgauge.errors import InputError
+from leakgauge.fl.local import Trained
 from leakgauge.tensors import weighted_mean
 from leakgauge.types import Named
 
@@ -28,3 +29,12 @@ def step(before: Named, updates: Sequence[Named], shares: Sequence[float], lr: f
     """The global parameters after the round: before − lr · weighted mean of the updates."""
     mean = weighted_mean(updates, shares)
     return {name: value - lr * mean[name] for name, value in before.items()}
+
+
+def merge(
+    before: Named, trained: Sequence[Trained], shares: Sequence[float], lr: float
+) -> tuple[Named, Named]:
+    """The global parameters after the round, and the mean of the clients' buffers (batch-norm
+    statistics), which the next global model has."""
+    floats = [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained]
+    return step(before, [t.update for t in trained], shares, lr), weighted_mean(floats, shares)

@@ -15,7 +15,7 @@ from leakgauge.fl import aggregate
 from leakgauge.fl.local import attempt, minibatches, ready, train
 from leakgauge.fl.model import plain
 from leakgauge.fl.partition import Iid, Partition
-from leakgauge.tensors import check_like, parameters, weighted_mean
+from leakgauge.tensors import check_like, parameters
 from leakgauge.types import (
     Batch,
     Dataset,
@@ -202,16 +202,12 @@ def _play(
         check_like(one.update, parameters(model).items(), f"round {index}, client {k}: its update")
     sizes = tuple(len(truth) for truth in truths)
     shares = aggregate.weights(sizes, scenario.weighting)
-    updates = tuple(one.update for one in trained)
-    after = aggregate.step(parameters(model), updates, shares, scenario.server_lr)
-    means = weighted_mean(
-        [{n: b for n, b in one.buffers.items() if b.is_floating_point()} for one in trained], shares
-    )
+    after, buffers = aggregate.merge(parameters(model), trained, shares, scenario.server_lr)
     channels, height, width = (1, 1, *data.inputs.shape[1:])[-3:]  # (1, 1, T) of texts (N, T)
     return Round(
         model=copy.deepcopy(model),
         truths=tuple(truths),
-        updates=updates,
+        updates=tuple(one.update for one in trained),
         weights=shares,
         after=after,
         training=scenario.training,
@@ -221,4 +217,4 @@ def _play(
         index=index,
         server_lr=scenario.server_lr,
         defence=scenario.defence,
-    ), means
+    ), buffers

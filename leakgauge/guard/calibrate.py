@@ -22,7 +22,7 @@ from leakgauge.fl import aggregate
 from leakgauge.fl.local import train
 from leakgauge.guard.guard import Guard, Verdict
 from leakgauge.guard.policy import TESTS, Policy
-from leakgauge.tensors import parameters, subtract, weighted_mean
+from leakgauge.tensors import parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining
 
 SEEDS = 3
@@ -102,9 +102,8 @@ def _simulate(
             guard.policy = policy
             trained.append(local)
         shares = aggregate.weights([len(shard) for shard in shards], "records")
-        after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
-        buffers = [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained]
-        model.load_state_dict(after | weighted_mean(buffers, shares), strict=False)
+        after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
+        model.load_state_dict(after | buffers, strict=False)
     return verdicts
 
 
