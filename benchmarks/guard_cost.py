@@ -35,7 +35,7 @@ from leakgauge.detectors import (
 from leakgauge.fl import aggregate, setting
 from leakgauge.fl.local import train
 from leakgauge.fl.partition import Dirichlet
-from leakgauge.tensors import parameters, weighted_mean
+from leakgauge.tensors import parameters
 from leakgauge.types import Batch, Detector, History, LocalTraining, Received
 
 CLIENTS, RECORDS = 4, 256
@@ -86,10 +86,7 @@ def federation(
         trained = [train(setting(model, batch, 10), batch, TRAINING, rng) for batch in batches]
         yield batches, [sizes(one.update) for one in trained]
         shares = aggregate.weights([len(b) for b in batches], "records")
-        after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
-        buffers = weighted_mean(
-            [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained], shares
-        )
+        after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
         model.load_state_dict(after | buffers, strict=False)
 
 

@@ -116,9 +116,10 @@ def test_softmax_regression_is_read_from_the_fished_row():
     assert psnr(guess.inputs, batch.inputs[:1]) > 100
 
 
-def test_local_steps_leave_the_image_readable():
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_local_steps_leave_the_image_readable(decay):
     batch = batch_with(2, 1)
-    training = replace(TRAINING, batch_size=4, epochs=2, lr=1e-3)
+    training = replace(TRAINING, batch_size=4, epochs=2, lr=1e-3, weight_decay=decay)
     _, guess = caught(Fishing(label=2), MLP, batch, training)
     assert psnr(guess.inputs, batch.inputs[:1]) > 40
     assert guess.facts["fished"] == pytest.approx(1, abs=0.01)

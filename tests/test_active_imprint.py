@@ -240,14 +240,15 @@ def test_normalisation_is_folded_in():
     )
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("name", "options"), [("mlp", {"hidden": [128]}), ("cnn", {"channels": 3, "hidden": 128})]
 )
-def test_trap_weights_catch_records_and_with_the_wrong_signs_they_do_not(name, options):
+def test_trap_weights_catch_records_and_with_the_wrong_signs_they_do_not(name, options, decay):
     x = images(16, 1).inputs
     attack = TrapWeights(scale=0.9)
     sent = attack.prepare(given(host(name, options)), seeded())
-    round_ = round_of(x, training=whole(x))
+    round_ = round_of(x, training=replace(whole(x), weight_decay=decay))
     caught = recovered(attacked(attack, sent, round_), x)
     layer = sent.models[0].fc1
     with torch.no_grad():

@@ -24,12 +24,13 @@ from leakgauge.attacks import (
     InvertingGradients,
     SmoothToSharp,
 )
-from leakgauge.attacks._layers import first_linear, last_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
 from leakgauge.attacks._spaces import SPACES, SpaceName
-from leakgauge.attacks.analytic import decay, grouped, unexplained
+from leakgauge.attacks.analytic import grouped, unexplained
 from leakgauge.data.digits import digits as load_digits
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
+from leakgauge.fl.local import decay
 from leakgauge.metrics.identify import reidentified
 from leakgauge.threat import check, covered, observe
 from leakgauge.types import (
@@ -457,6 +458,27 @@ def test_unexplained_is_the_share_outside_the_span() -> None:
 def test_decay_is_the_share_that_weights_lose_without_a_gradient() -> None:
     assert decay(LocalTraining(lr=0.1), 7) == 0
     assert decay(LocalTraining(lr=0.1, weight_decay=0.3), 2) == pytest.approx(1 - 0.97**2)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_weight_decay_is_undone_where_it_is_known(optimiser: Any) -> None:
+    """All pixels are zero: the first weights get no gradient, and weight decay alone moves them."""
+    training = LocalTraining(lr=0.1, steps=4, momentum=0.5, weight_decay=0.3, optimiser=optimiser)
+    black = dataclasses.replace(digits(), inputs=torch.zeros_like(digits().inputs))
+    round_ = simulate(Scenario(tiny, black, training), seeded())
+    seen = observe(round_, ThreatModel(grants=frozenset({"training", "records"})))
+    name = first_linear(seen.model, SHAPE).weight
+    assert name is not None
+    assert seen.update[name].abs().max() > 1e-3
+    for least in (torch.float32, torch.float64):
+        left = gradient_sum(seen, name, least)
+        assert left.dtype == least
+        if optimiser == "sgd":
+            assert left.abs().max() < 1e-7
+        else:
+            assert torch.equal(left, seen.update[name].to(least))
+    with pytest.raises(Withheld, match="'training' and 'records'"):
+        gradient_sum(dataclasses.replace(seen, records=None), name)
 
 
 def test_analytic_refuses_updates_that_are_not_sums_of_gradients() -> None:

@@ -48,9 +48,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import last_linear, shared
+from leakgauge.attacks._layers import gradient_sum, last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, ready
+from leakgauge.fl.local import minibatches, ready
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -366,11 +366,9 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
     places, pulls = _path(training, len(batches))
     unit = 1 / (training.lr * float(pulls.sum()))
     before = {n: p.detach() for n, p in seen.model.named_parameters() if n in seen.update}
-    # What is left of the update without weight decay is a sum of gradients.
-    shrunk = decay(training, len(batches)) if training.optimiser == "sgd" else 0.0
 
     def gradient(name: str) -> Tensor:
-        return (seen.update[name] - shrunk * before[name].float()).double() * unit
+        return gradient_sum(seen, name, torch.float32).double() * unit
 
     def passed() -> StandIns:
         some = torch.linspace(0, len(batches) - 1, min(len(batches), WAYPOINTS)).round().long()

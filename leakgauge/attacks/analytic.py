@@ -24,9 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._layers import first_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -50,11 +49,7 @@ class Analytic:
         layer = first_linear(seen.model, seen.record.shape)
         assert layer.weight is not None
         assert layer.bias is not None
-        shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
-        weight, bias = (
-            seen.update[name].double() - shrunk * seen.model.get_parameter(name).detach().double()
-            for name in (layer.weight, layer.bias)
-        )
+        weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
         rows = bias.abs() > 1e-6 * bias.abs().max()
         if not rows.any():
             raise NotApplicable(

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks._peeling import FOUND, Peeled, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, loss, minibatches, ready
+from leakgauge.fl.local import loss, minibatches, ready
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -155,12 +156,7 @@ def gradient_of(seen: Observation) -> Named:
     if training is None or records is None:
         raise Withheld("the exact recursion needs 'training' and 'records' in the observation")
     _check(seen.model, training, records)
-    shrunk = decay(training, 1)
-    return {
-        name: (value.double().cpu() - shrunk * seen.model.get_parameter(name).detach().double())
-        / training.lr
-        for name, value in seen.update.items()
-    }
+    return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
 
 
 def _check(model: nn.Module, training: LocalTraining, records: int) -> None:

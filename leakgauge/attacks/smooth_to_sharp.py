@@ -47,7 +47,7 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._layers import gradient_sum, last_linear
 from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, match, shared
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
@@ -58,7 +58,7 @@ from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches
+from leakgauge.fl.local import minibatches
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
@@ -162,8 +162,7 @@ def errors_of(seen: Observation, labels: Tensor) -> Tensor:
         raise NotApplicable("only biases and norms are trained: errors alone make their gradients")
     if len(minibatches(records, training)) > 1 or training.optimiser != "sgd":
         raise NotApplicable("the update is not one step of SGD")
-    shrunk = decay(training, 1) * seen.model.get_parameter(head.bias).detach()
-    mean = (seen.update[head.bias] - shrunk) / training.lr
+    mean = gradient_sum(seen, head.bias, torch.float32) / training.lr
     if not mean.sum().abs() < BALANCE * mean.abs().sum():
         raise NotApplicable(
             "the gradient of the last bias does not add up to zero, as that of a softmax does: the "

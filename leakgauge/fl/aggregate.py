@@ -25,12 +25,16 @@ def weights(sizes: Sequence[int], weighting: Weighting) -> tuple[float, ...]:
     return tuple(count / sum(counts) for count in counts)
 
 
-def step(
+def step(before: Named, updates: Sequence[Named], shares: Sequence[float], lr: float) -> Named:
+    """The global parameters after the round: before − lr · weighted mean of the updates."""
+    mean = weighted_mean(updates, shares)
+    return {name: value - lr * mean[name] for name, value in before.items()}
+
+
+def merge(
     before: Named, trained: Sequence[Trained], shares: Sequence[float], lr: float
 ) -> tuple[Named, Named]:
-    """The global parameters after the round, before − lr · weighted mean of the updates; and the
-    weighted mean of the buffers that are numbers (batch-norm statistics)."""
-    mean = weighted_mean([one.update for one in trained], shares)
-    numbers = [{n: b for n, b in one.buffers.items() if b.is_floating_point()} for one in trained]
-    after = {name: value - lr * mean[name] for name, value in before.items()}
-    return after, weighted_mean(numbers, shares)
+    """The global parameters after the round, and the mean of the clients' buffers (batch-norm
+    statistics), which the next global model has."""
+    floats = [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained]
+    return step(before, [t.update for t in trained], shares, lr), weighted_mean(floats, shares)

@@ -130,7 +130,7 @@ def _trained(planned: Round, memory: Sequence[Memory], rng: torch.Generator) -> 
     before = parameters(sent[0])
     for k, one in enumerate(trained):
         check_like(one.update, before.items(), f"round {planned.index}, client {k}: its update")
-    after, buffers = aggregate.step(before, trained, planned.weights, planned.server_lr)
+    after, buffers = aggregate.merge(before, trained, planned.weights, planned.server_lr)
     updates = tuple(one.update for one in trained)
     return replace(planned, updates=updates, after=after), buffers
 

@@ -107,7 +107,7 @@ def _simulate(
             guard.policy = policy
             trained.append(local)
         shares = aggregate.weights([len(shard) for shard in shards], "records")
-        after, buffers = aggregate.step(parameters(model), trained, shares, 1.0)
+        after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
         model.load_state_dict(after | buffers, strict=False)
     return verdicts
 

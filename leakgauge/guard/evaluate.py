@@ -42,7 +42,7 @@ from leakgauge.guard import findings
 from leakgauge.guard.guard import Guard, Verdict
 from leakgauge.guard.policy import Policy
 from leakgauge.guard.studied import STUDIED, Host, Studied
-from leakgauge.tensors import norm, parameters, subtract, weighted_mean
+from leakgauge.tensors import norm, parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining, Target, ThreatModel
 
 PROBED = 64  # records of which the attacks' recoveries are counted
@@ -273,11 +273,9 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
                         guard.remember(verdict, sent)
                     missed[k][name] = 1 if verdict.train else missed[k][name] + 1
             shares = aggregate.weights(sizes, "records")
-            after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
-            floats = [{n: b for n, b in t.buffers.items() if b.is_floating_point()}
-                      for t in trained]  # fmt: skip
+            after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
             model = copy.deepcopy(model)
-            model.load_state_dict(after | weighted_mean(floats, shares), strict=False)
+            model.load_state_dict(after | buffers, strict=False)
         if case.attacks:
             attacked += _attacked(case, model, data, shards, guards, missed, met, case.rounds, rng)
     facts = {name: getattr(case, name) for name in ("host", "optimiser", "partition", "start")}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from leakgauge.attacks._layers import names_sent, shared
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, ready
+from leakgauge.fl.local import ready
 from leakgauge.records import Images, Record, pictures
 from leakgauge.types import Dataset, Kept, LocalTraining, Observation, Target
 
@@ -250,15 +250,6 @@ def knowledge(seen: Observation, name: str) -> tuple[Kept, LocalTraining, int]:
             "rescaled entry by entry"
         )
     return seen.kept, seen.training, seen.records
-
-
-def gradient(seen: Observation, name: str) -> Tensor:
-    """The sum of the gradients behind an update by SGD, up to a factor, in double precision: what
-    weight decay took away is known, and momentum only weighs."""
-    assert seen.training is not None
-    assert seen.records is not None
-    shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
-    return seen.update[name].double() - shrunk * seen.model.get_parameter(name).detach().double()
 
 
 def neighbours(gradients: Tensor) -> Tensor:

@@ -40,9 +40,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import shared
+from leakgauge.attacks._layers import gradient_sum, shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
-from leakgauge.fl.local import decay, minibatches
 from leakgauge.records import pictures
 from leakgauge.types import (
     Dataset,
@@ -184,15 +183,12 @@ def recover(seen: Observation, tolerance: float) -> Found:
         )
     model: Any = copy.deepcopy(seen.model).double().eval()
     _check(model)
-    shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
     depth = len(model.blocks)
     rows, errors, blocks = [], [], []
     total = 0.0
     for number, block in enumerate(model.blocks[:-1]):
         weight, bias = (
-            seen.update[f"blocks.{number}.mlp.fc1.{kind}"].double()
-            - shrunk * getattr(block.mlp.fc1, kind).detach()
-            for kind in ("weight", "bias")
+            gradient_sum(seen, f"blocks.{number}.mlp.fc1.{kind}") for kind in ("weight", "bias")
         )
         order = block.mlp.fc1.bias.detach().argsort(descending=True)  # the lowest threshold first
         weight, bias = weight[order], bias[order]

@@ -31,11 +31,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import first_linear, last_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
 from leakgauge.attacks.active._imprint import (
     as_images,
     best,
-    gradient,
     knowledge,
     public_images,
     ratios,
@@ -120,7 +119,7 @@ class Fishing:
     ) -> Reconstruction:
         kept, training, records = knowledge(seen, "fishing")
         layers, label = kept.facts, kept.facts["label"]
-        row, error = (gradient(seen, layers[part])[label] for part in ("weight", "bias"))
+        row, error = (gradient_sum(seen, layers[part])[label] for part in ("weight", "bias"))
         fished = _fished(float(error), records, training)
         if not error.abs() > 0:
             return _nothing(seen, "no record was caught: none passed an error on", {"fished": 0.0})
@@ -132,7 +131,7 @@ class Fishing:
             return self._optimised(seen, facts, rng, resources)
         assert layer.weight is not None
         assert layer.bias is not None
-        weight, bias = gradient(seen, layer.weight), gradient(seen, layer.bias)
+        weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
         if layer.weight == layers["weight"]:  # a single layer: the other rows hold other records
             weight, bias = weight[label, None], bias[label, None]
         quotients, rows = ratios(weight, bias)

@@ -33,13 +33,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Functional,
     as_images,
     best,
     bins_of,
     block,
-    gradient,
     knowledge,
     neighbours,
     ratios,
@@ -95,7 +95,7 @@ class Loki:
     ) -> Reconstruction:
         kept, _, records = knowledge(seen, "loki")
         pixels = prod(seen.record.shape)
-        weight = gradient(seen, IMPRINT)
+        weight = gradient_sum(seen, IMPRINT)
         slices = torch.split(weight, kept.facts["columns"], dim=1)
         found: list[Tensor] = []
         strengths: list[Tensor] = []

@@ -32,6 +32,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Functional,
     Reader,
@@ -39,7 +40,6 @@ from leakgauge.attacks.active._imprint import (
     best,
     bins_of,
     block,
-    gradient,
     knowledge,
     neighbours,
     ratios,
@@ -113,8 +113,8 @@ class RobbingTheFed:
     ) -> Reconstruction:
         kept, _, records = knowledge(seen, "robbing-the-fed")
         layer, units = Reader.of(kept)
-        weight = gradient(seen, layer.weight)[units, : prod(seen.record.shape)]
-        strength = neighbours(gradient(seen, layer.bias)[units])
+        weight = gradient_sum(seen, layer.weight)[units, : prod(seen.record.shape)]
+        strength = neighbours(gradient_sum(seen, layer.bias)[units])
         quotients, rows = ratios(neighbours(weight), strength)
         images = as_images(quotients, seen.record, layer.raw)
         chosen = best(images, strength[rows].abs(), records)

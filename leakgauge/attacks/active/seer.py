@@ -35,8 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
-from leakgauge.fl.local import State, advance, decay, loss, minibatches, ready, start
+from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
 from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
@@ -141,13 +142,9 @@ def picture(seen: Observation) -> Tensor:
             f"SEER was trained for batches of {facts['records']} and this update is of "
             f"{seen.records}: the property is that of one image in a batch"
         )
-    shrunk = decay(seen.training, 1)
     # The client sends lr · mean gradient, and the decoder knows the sum.
     times = seen.records / seen.training.lr
-    gradient = [
-        times * (seen.update[name] - shrunk * seen.model.get_parameter(name).detach())
-        for name in facts["names"]
-    ]
+    gradient = [times * gradient_sum(seen, name, torch.float32) for name in facts["names"]]
     decoder = {name: tensors[name] for name in DECODER}
     code = disaggregate(read(gradient, tensors.get("chosen")) * tensors["scale"], decoder)
     channels, side = pictures(seen.record).shape[0], facts["side"]

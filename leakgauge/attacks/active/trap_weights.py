@@ -29,12 +29,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Reader,
     as_images,
     best,
     channelwise,
-    gradient,
     knowledge,
     ratios,
     reader,
@@ -111,8 +111,8 @@ class TrapWeights:
     ) -> Reconstruction:
         kept, _, records = knowledge(seen, "trap-weights")
         layer, units = Reader.of(kept)
-        weight = gradient(seen, layer.weight)[units, : prod(seen.record.shape)]
-        bias = gradient(seen, layer.bias)[units]
+        weight = gradient_sum(seen, layer.weight)[units, : prod(seen.record.shape)]
+        bias = gradient_sum(seen, layer.bias)[units]
         quotients, rows = ratios(weight, bias)
         images = as_images(quotients, seen.record, layer.raw)
         chosen = best(images, bias[rows].abs(), records)
