@@ -51,10 +51,7 @@ KINDS: dict[str, Kind] = {
     "partitions": Kind(
         "how records are shared out among clients", ("leakgauge.fl.partition:PARTITIONS",)
     ),
-    "metrics": Kind(
-        "how close a guess is to the record",
-        ("leakgauge.metrics:METRICS", "leakgauge.metrics:LOADED"),
-    ),
+    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",)),
     "labels": Kind("how an attack reads the labels", ("leakgauge.attacks._labels:RULES",)),
 }
 
@@ -93,7 +90,7 @@ def _items(module: str, name: str) -> Iterator[tuple[str, ast.expr]]:
 
 def _definition(module: str, value: ast.expr) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
     """The module and the class or function that an expression in `module` names."""
-    if isinstance(value, ast.Call):  # partial(function, …)
+    if isinstance(value, ast.Call):  # partial(function, …), Metric(function, …)
         value = value.args[0]
     if isinstance(value, ast.Attribute):  # module.function
         module, value = _imported(module, ast.unparse(value.value)), ast.Name(value.attr)

@@ -23,6 +23,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
 Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
+Stopped: TypeAlias = Literal["done", "time", "patience"]
 Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
 
@@ -208,7 +209,9 @@ class Resources:
 class Reconstruction:
     """An attack's guess with the attack's own residual: it never knew how good the guess is.
 
-    `history` is its objective per iteration, `distances` the gradient distance in it.
+    `history` is its objective per iteration, `distances` the gradient distance in it; `objectives`
+    are those that the restarts ended with after `iterations` in all, `stopped` says why they ended.
+    `differed` is the relative error of a fast derivative that was therefore not used.
     """
 
     inputs: Tensor
@@ -216,6 +219,10 @@ class Reconstruction:
     residual: float
     history: tuple[float, ...] = ()
     distances: tuple[float, ...] = ()
+    iterations: int = 0
+    objectives: tuple[float, ...] = ()
+    stopped: Stopped = "done"
+    differed: float | None = None
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -375,7 +382,20 @@ Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 randomness is its own: it never moves which records are drawn, or in which order."""
 
 
-class Metric(Protocol):
-    """Scores guesses (N, C, H, W) against truths of the same shape, one score per sample: (N,)."""
+@dataclass(frozen=True)
+class Metric:
+    """How close guesses (N, C, H, W) are to truths of the same shape: `score(guess, truth)` is one
+    number per sample, (N,). With `loads` it is `score()` that makes this function, from a file.
 
-    def __call__(self, guess: Tensor, truth: Tensor) -> Tensor: ...
+    A record counts as recovered when it is at least as close as `limit`, and closer than its own
+    mean image by `margin`; a metric without a limit is only shown, unless a plan gives it one.
+    """
+
+    score: Callable[..., Any]
+    label: str
+    unit: str = ""
+    better: Literal["higher", "lower"] = "higher"
+    record: Literal["images"] = "images"
+    limit: float | None = None
+    margin: float = 0.0
+    loads: bool = False

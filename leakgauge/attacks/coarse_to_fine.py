@@ -31,7 +31,7 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Phases, constant, match, shared, steps
+from leakgauge.attacks._matching import Adam, Phases, constant, first_of, match, shared, steps
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
@@ -95,7 +95,7 @@ class CoarseToFine:
             rng=rng,
             resources=share(0),
         )
-        rest = share(first.facts["iterations"])
+        rest = share(first.iterations)
         if fine == 0 or rest.seconds == 0:
             return first
         second = match(
@@ -115,15 +115,16 @@ class CoarseToFine:
             second,
             history=first.history + second.history,
             distances=first.distances + second.distances,
+            iterations=first.iterations + second.iterations,
+            objectives=first.objectives,
+            stopped=first_of({first.stopped, second.stopped}),
             notes=tuple(f"{stage} stage: {note}"
                         for stage, guess in (("coarse", first), ("fine", second))
                         for note in guess.notes),
             facts=second.facts
             | {
-                "iterations": first.facts["iterations"] + second.facts["iterations"],
-                "objectives": first.facts["objectives"],
                 "coarse_iterations": len(first.history),
-                "coarse_objective": min(first.facts["objectives"]),
+                "coarse_objective": min(first.objectives),
                 "coarse_distance": first.residual,
             },
         )  # fmt: skip

@@ -48,7 +48,7 @@ from torch import Tensor
 from leakgauge.attacks._engine import Mode, Trust
 from leakgauge.attacks._labels import LabelRule, infer, knowledge
 from leakgauge.attacks._layers import gradient_sum, last_linear
-from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, match, shared
+from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, first_of, match, shared
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
 from leakgauge.attacks._peeling import peel
@@ -119,7 +119,7 @@ class SmoothToSharp:
         run: Reconstruction | None = None
         trust = Trust()
         for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
-            rest = left(run.facts["iterations"] if run else 0)
+            rest = left(run.iterations if run else 0)
             if run and (not count or rest.seconds == 0):
                 break
             if run is None and self.space == "generator":
@@ -211,12 +211,13 @@ def _joined(before: Reconstruction | None, stage: Reconstruction, finish: str) -
         stage,
         history=before.history + stage.history,
         distances=before.distances + stage.distances,
+        iterations=before.iterations + stage.iterations,
+        objectives=before.objectives,
+        stopped=first_of({before.stopped, stage.stopped}),
         notes=before.notes + stage.notes,
         facts=stage.facts
         | {
-            "iterations": before.facts["iterations"] + stage.facts["iterations"],
-            "objectives": before.facts["objectives"],
-            "search_iterations": before.facts["iterations"],
+            "search_iterations": before.iterations,
             "search_distance": before.residual,
             "finish": finish,
         },

@@ -1,12 +1,15 @@
 """How close a guess is to the truth: one score per sample, never pooled over a batch.
 
-A metric is a function `(guess, truth) -> (N,)`; `assign` pairs the two first, `baselines` makes
-the guesses to beat, `bootstrap` says how far a summary can be trusted. LPIPS needs a file of
-weights: it stands in `LOADED`, by the function that makes it.
+A metric is a function `(guess, truth) -> (N,)` with what a reader of its numbers must know;
+`assign` pairs the two first, `baselines` makes the guesses to beat, `bootstrap` says how far a
+summary can be trusted.
 """
 
 from collections.abc import Callable
 
+from torch import Tensor
+
+from leakgauge import config
 from leakgauge.metrics import assign, baselines, bootstrap
 from leakgauge.metrics.identify import reidentified
 from leakgauge.metrics.lpips import load_lpips
@@ -23,7 +26,6 @@ from leakgauge.metrics.ssim import ssim
 from leakgauge.types import Metric
 
 __all__ = [
-    "LOADED",
     "METRICS",
     "PSNR_CAP",
     "Risk",
@@ -31,7 +33,9 @@ __all__ = [
     "assign",
     "baselines",
     "bootstrap",
+    "choose",
     "load_lpips",
+    "loaded",
     "mse",
     "pairwise_contrast_free",
     "pairwise_mse",
@@ -42,11 +46,20 @@ __all__ = [
 ]
 
 METRICS: dict[str, Metric] = {
-    "affine-psnr": affine_psnr,
-    "mse": mse,
-    "psnr": psnr,
-    "ssim": ssim,
+    "affine-psnr": Metric(affine_psnr, "affine PSNR", "dB"),
+    "lpips": Metric(load_lpips, "LPIPS", better="lower", loads=True),
+    "mse": Metric(mse, "MSE", better="lower"),
+    "psnr": Metric(psnr, "PSNR", "dB", limit=15.0, margin=3.0),
+    "ssim": Metric(ssim, "SSIM"),
 }
 
-LOADED: dict[str, Callable[[], Metric]] = {"lpips": load_lpips}
-"""Metrics that read a file first, by what reads it."""
+
+def choose(name: str) -> Metric:
+    """The metric that a plan calls by this name."""
+    return config.choose(METRICS, name, "metric")
+
+
+def loaded(metric: Metric) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function `(guess, truth) -> (N,)` of a metric; what it reads must be there."""
+    score: Callable[[Tensor, Tensor], Tensor] = metric.score() if metric.loads else metric.score
+    return score
