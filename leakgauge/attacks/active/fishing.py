@@ -66,7 +66,11 @@ class Fishing:
     camouflage: float | None = None  # noise on the other rows, relative; None: rows of zeros
     gain: float = 100.0  # γ times the feature's standard deviation
     iterations: int = 0  # of Inverting Gradients, where division gives no pixels
+    restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+
+    def shortened(self, iterations: int, restarts: int) -> Fishing:
+        return replace(self, iterations=iterations)
 
     def tamper(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None

@@ -74,6 +74,7 @@ class Seer:
     alpha_last: float = 8.0
     folder: str | None = None
     every: int = 250
+    restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
     def __post_init__(self) -> None:
@@ -83,6 +84,13 @@ class Seer:
         for key in ("lr", "alpha_first", "alpha_last"):
             if not getattr(self, key) > 0:
                 raise PlanError(f"{key} must be positive, got {getattr(self, key)}")
+
+    @property
+    def iterations(self) -> int:
+        return self.steps
+
+    def shortened(self, iterations: int, restarts: int) -> Seer:
+        return replace(self, steps=iterations, folder=None)
 
     def tamper(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
