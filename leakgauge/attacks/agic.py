@@ -29,6 +29,7 @@ from leakgauge.attacks._objectives import Distance, cosine, matrices, ramp
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 
@@ -37,7 +38,7 @@ class AGIC(LabelledSearch):
     """Treats several local steps as one gradient (Xu 2022)."""
 
     lr: float = 0.1
-    last: float = 10.0
+    last: float = option(10.0, POSITIVE)
     tv: float = 1e-4
 
     def __post_init__(self) -> None:

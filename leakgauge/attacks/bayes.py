@@ -38,6 +38,7 @@ from leakgauge.attacks._objectives import Distance, cosine, squared
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 Noise: TypeAlias = Literal["gaussian", "laplace", "none"]
@@ -49,7 +50,7 @@ class BayesAttack(LabelledSearch):
 
     lr: float = 0.1
     noise: Noise = "none"
-    sigma: float = 0.01
+    sigma: float = option(0.01, POSITIVE)
     pruned: bool = False
     tv: float | None = None
 

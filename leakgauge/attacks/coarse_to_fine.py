@@ -44,6 +44,7 @@ from leakgauge.attacks._matching import (
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
 from leakgauge.errors import Withheld
+from leakgauge.ranges import FROM_0, POSITIVE, SHARE, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 BETA = 4
@@ -57,10 +58,10 @@ class CoarseToFine(LabelledSearch):
     `space` and `restarts` are of the coarse stage: the fine stage moves its pixels on."""
 
     iterations: int = 600
-    coarse: float = 0.5  # share of the iterations
+    coarse: float = option(0.5, SHARE)  # share of the iterations
     lr: float = 0.1
-    fine_lr: float = 0.01
-    support: float = 0.05  # λ₁
+    fine_lr: float = option(0.01, POSITIVE)
+    support: float = option(0.05, FROM_0)  # λ₁
     tv: float | None = None  # λ_TV; None: Eq. 3
 
     def __post_init__(self) -> None:

@@ -43,6 +43,7 @@ from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.ranges import FROM_0, option
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
 KERNELS = 96
@@ -54,7 +55,7 @@ class FedAvgEpochs(LabelledSearch):
 
     lr: float = 0.1
     tv: float = 1e-4  # α
-    prior: float = 0.005  # λ
+    prior: float = option(0.005, FROM_0)  # λ
     epochs: Literal["auto", "separate", "shared"] = "auto"
 
     def reconstruct(

@@ -57,6 +57,7 @@ from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
 from leakgauge.fl.local import normalised, ready
+from leakgauge.ranges import FROM_0, SHARE, count, option
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
 MaskBy: TypeAlias = Literal["guess", "observed"]
@@ -91,15 +92,15 @@ class FedLeak(LabelledSearch):
     """Matches only the large gradient entries (Fan 2025)."""
 
     variant: Literal["short", "printed", "released"] = "short"
-    share: float = 0.5  # R
+    share: float = option(0.5, SHARE)  # R
     mask_by: MaskBy = "guess"
     tv: float = 1e-5  # α
-    reach: float = 0.1  # k
+    reach: float = option(0.1, FROM_0)  # k
     space: SpaceName | None = None
     lr: float | None = None
-    blend: float | None = None  # λ'; 0: no look-ahead
-    activation: float | None = None  # β
-    median: int | None = None  # side of the filter; 1: none
+    blend: float | None = option(None, SHARE)  # λ'; 0: no look-ahead
+    activation: float | None = option(None, FROM_0)  # β
+    median: int | None = option(None, count(999))  # side of the filter; 1: none
     start: Start = "uniform"
 
     def __post_init__(self) -> None:

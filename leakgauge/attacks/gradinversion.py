@@ -38,6 +38,7 @@ from leakgauge.attacks._objectives import dot, squared
 from leakgauge.attacks._priors import batch_norm, total_variation
 from leakgauge.errors import Withheld
 from leakgauge.fl.statistics import running_statistics
+from leakgauge.ranges import FROM_0, count, option
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 ROUNDS = 4  # the paper switches the consensus on after a quarter of the iterations
@@ -49,11 +50,11 @@ class GradInversion(LabelledSearch):
 
     lr: float = 0.1
     tv: float = 1e-3
-    l2: float = 1e-6
-    bn: float = 0.1
-    group: float = 0.01
-    seeds: int = 1
-    noise: float = 0.01
+    l2: float = option(1e-6, FROM_0)
+    bn: float = option(0.1, FROM_0)
+    group: float = option(0.01, FROM_0)
+    seeds: int = option(1, count(1_000))
+    noise: float = option(0.01, FROM_0)
     statistics: Literal["none", "running", "granted"] = "none"
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from leakgauge.attacks._labels import infer
 from leakgauge.attacks._matching import Adam, LabelledSearch, Phases, match, steps
 from leakgauge.attacks._objectives import Distance, cosine
 from leakgauge.attacks._priors import total_variation
+from leakgauge.ranges import SHARE, count, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 
@@ -35,9 +36,9 @@ class HFGradInv(LabelledSearch):
     """Matches late layers first, then all of them (Ye 2024)."""
 
     lr: float = 0.1
-    stages: int = 4
-    growth: float = 0.25
-    keep: float = 0.9
+    stages: int = option(4, count(1_000))
+    growth: float = option(0.25, SHARE)
+    keep: float = option(0.9, SHARE)
     tv: float = 1e-4
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
 from leakgauge.attacks._objectives import Distance, dot, matrices, ramp
 from leakgauge.attacks._priors import total_variation
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 
@@ -36,8 +37,8 @@ class SAPAG(LabelledSearch):
     """Matches layers, those far off less (Wang 2020)."""
 
     lr: float = 0.1
-    width: float = 4.0
-    last: float = 0.5
+    width: float = option(4.0, POSITIVE)
+    last: float = option(0.5, POSITIVE)
     tv: float = 1e-4
 
     def __post_init__(self) -> None:

@@ -67,6 +67,7 @@ from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches, normalised
+from leakgauge.ranges import FROM_0, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
@@ -90,8 +91,8 @@ class SmoothToSharp(LabelledSearch):
     iterations: int = 600
     lr: float = 0.2
     tv: float = 0.2
-    basin: float = 0.02
-    activations: float = 0.0
+    basin: float = option(0.02, FROM_0)
+    activations: float = option(0.0, FROM_0)
     errors: bool = True
 
     def reconstruct(

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from leakgauge.errors import CheckpointError, InputError, NotApplicable, PlanError, Withheld
 from leakgauge.files import read_tensors, write_tensors
 from leakgauge.fl.local import State, advance, decay, loss, minibatches, ready, start
+from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Batch,
@@ -65,15 +66,15 @@ class Seer:
     `folder` keeps the training, every `every` steps, and continues what it finds there.
     """
 
-    steps: int = 2500
+    steps: int = option(2500, count(10_000_000))
     lr: float = 1e-3
-    side: int = 8
-    width: int = 192  # numbers that the disaggregator makes of a gradient
-    entries: int = 16384
-    alpha_first: float = 0.25
-    alpha_last: float = 8.0
+    side: int = option(8, count(1_024))
+    width: int = option(192, count(100_000))  # numbers that the disaggregator makes of a gradient
+    entries: int = option(16384, count(10_000_000))
+    alpha_first: float = option(0.25, POSITIVE)
+    alpha_last: float = option(8.0, POSITIVE)
     folder: str | None = None
-    every: int = 250
+    every: int = option(250, count(10_000_000))
     restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
