@@ -238,6 +238,20 @@ class Attack(Protocol):
     ) -> Reconstruction: ...
 
 
+@runtime_checkable
+class Iterative(Attack, Protocol):
+    """An attack that searches or trains step by step: `iterations` times in each of its restarts.
+    `shortened` is the same attack with fewer, which tells what the whole will cost."""
+
+    @property
+    def iterations(self) -> int: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    def shortened(self, iterations: int, restarts: int) -> Attack: ...
+
+
 @dataclass(frozen=True)
 class Target(_Set):
     """What an attacker can prepare for before a round: the honest global model, what the protocol

@@ -10,7 +10,7 @@ from leakgauge.audit.ladder import factors, weakened
 from leakgauge.audit.plan import Plan
 from leakgauge.fl import Scenario
 from leakgauge.threat import realism
-from leakgauge.types import ThreatModel
+from leakgauge.types import Iterative, ThreatModel
 
 CONTROL_SEEDS = 2  # a control asks whether an attack can work at all, not how well
 
@@ -111,5 +111,4 @@ def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
 def effort(plan: Plan, name: str) -> int:
     """How long an attack searches, as its options say: iterations × restarts."""
     attack = plan.attacks[name]
-    count = getattr(attack, "iterations", 0) or getattr(attack, "steps", 0)
-    return int(count) * int(getattr(attack, "restarts", 1))
+    return attack.iterations * attack.restarts if isinstance(attack, Iterative) else 0

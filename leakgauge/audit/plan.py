@@ -26,7 +26,6 @@ from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
-from leakgauge.audit.ranges import check_numbers
 from leakgauge.config import build, choose, did_you_mean, plain
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
@@ -35,6 +34,7 @@ from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
+from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of
 from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
 
@@ -159,7 +159,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     _check_moved(table)
     document = build(Document, table, name)
     _check_names(document, name)
-    check_numbers(document, name)
+    check_numbers(document, name, OF_PLANS)
     federation = document.federation
     _check_actor(document.threat, federation)
     attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
