@@ -301,10 +301,13 @@ Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 """What a client does to protect itself: it implements the hooks it needs, others pass through."""
 
 
+Scorer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Guesses (N, C, H, W) and truths of the same shape to one number per sample, (N,)."""
+
+
 @dataclass(frozen=True)
 class Metric:
-    """How close guesses (N, C, H, W) are to truths of the same shape: `score(guess, truth)` is one
-    number per sample, (N,). With `loads` it is `score()` that makes this function, from a file.
+    """How close guesses are to truths: `score` is a Scorer or, with `loads`, makes one from a file.
 
     A record counts as recovered when it is at least as close as `limit`, and closer than its own
     mean image by `margin`; a metric without a limit is only shown, unless a plan gives it one.
