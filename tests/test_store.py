@@ -46,7 +46,7 @@ def audited(tmp_path):
     """The folder of an audit with one trial, an image and a result."""
     store = opened(tmp_path / "out")
     store.keep("one", {"status": "done"})
-    write_atomic(store.images / "one" / "sheet.png", b"png")
+    write_atomic(store.out / "images" / "one" / "sheet.png", b"png")
     write_json(store.result, {"schema": 1})
     return store.out
 

@@ -1,34 +1,36 @@
-"""Truths and guesses as PNG files: each by itself at its own size, and a sheet to look at."""
+"""Truths and guesses as PNG: each by itself at its own size, and a sheet to look at."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from leakgauge.audit.results import Pictures
-from leakgauge.files import write_atomic
 
 TILE = 128  # pixels of an image on the sheet
-LIMIT = 64  # images of a trial that are written; scores cover all
+LIMIT = 64  # images of a trial that are kept; scores cover all
 
 
-def save(folder: Path, truth: Tensor, guess: Tensor, psnr: Sequence[float] | None) -> Pictures:
-    """Write them, and return their paths below the audit's folder."""
+def drawn(
+    trial: str, truth: Tensor, guess: Tensor, psnr: Sequence[float] | None
+) -> tuple[Pictures, dict[str, bytes]]:
+    """Their paths below the audit's folder, and what is to stand there."""
     pairs = [(picture(t), picture(g)) for t, g in zip(truth[:LIMIT], guess[:LIMIT], strict=True)]
-    for i, (true, guessed) in enumerate(pairs):
-        _write(folder / f"{i:03}-truth.png", true)
-        _write(folder / f"{i:03}-guess.png", guessed)
-    _write(folder / "sheet.png", sheet(pairs, psnr))
-    base = f"{folder.parent.name}/{folder.name}"
-    return Pictures(
+    base = f"images/{trial}"
+    paths = Pictures(
         sheet=f"{base}/sheet.png",
         truths=tuple(f"{base}/{i:03}-truth.png" for i in range(len(pairs))),
         guesses=tuple(f"{base}/{i:03}-guess.png" for i in range(len(pairs))),
     )
+    files = {paths.sheet: _png(sheet(pairs, psnr))}
+    for true_path, guess_path, (true, guessed) in zip(
+        paths.truths, paths.guesses, pairs, strict=True
+    ):
+        files |= {true_path: _png(true), guess_path: _png(guessed)}
+    return paths, files
 
 
 def picture(image: Tensor) -> Image.Image:
@@ -59,7 +61,7 @@ def sheet(
     return page
 
 
-def _write(path: Path, image: Image.Image) -> None:
+def _png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()
