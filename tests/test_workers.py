@@ -202,6 +202,7 @@ def test_cases_of_one_round_go_to_the_worker_that_played_it(
 
 
 def without_times(value: Any) -> Any:
+    value = plain(value)
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key != "times"}
     return [without_times(item) for item in value] if isinstance(value, list) else value
