@@ -107,7 +107,7 @@ def build(cls: type[T], table: Mapping[str, Any], where: str, *, lenient: bool =
     one leaves out the keys that it does not know."""
     if not isinstance(table, Mapping):
         raise PlanError(f"{where}: expected a table, got {shown(table)}")
-    hints, required = _fields(cls)
+    hints, required = _fields(typing.cast("Any", cls))
     for key in () if lenient else table:
         if key not in hints:
             raise PlanError(f"{where}: unknown key {key!r}{did_you_mean(key, hints)}")
@@ -123,7 +123,7 @@ def build(cls: type[T], table: Mapping[str, Any], where: str, *, lenient: bool =
 
 
 @cache
-def _fields(cls: type[Any]) -> tuple[dict[str, Any], list[str]]:
+def _fields(cls: Any) -> tuple[dict[str, Any], list[str]]:
     """The keys of a dataclass with their types, and those that a table must have."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     hints = typing.get_type_hints(cls)

@@ -238,6 +238,20 @@ class Attack(Protocol):
     ) -> Reconstruction: ...
 
 
+@runtime_checkable
+class Iterative(Attack, Protocol):
+    """An attack that searches or trains step by step: `iterations` times in each of its restarts.
+    `shortened` is the same attack with fewer, which tells what the whole will cost."""
+
+    @property
+    def iterations(self) -> int: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    def shortened(self, iterations: int, restarts: int) -> Attack: ...
+
+
 @dataclass(frozen=True)
 class Target(_Set):
     """What an attacker can prepare for before a round: the honest global model, what the protocol
@@ -382,10 +396,13 @@ Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 randomness is its own: it never moves which records are drawn, or in which order."""
 
 
+Scorer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Guesses (N, C, H, W) and truths of the same shape to one number per sample, (N,)."""
+
+
 @dataclass(frozen=True)
 class Metric:
-    """How close guesses (N, C, H, W) are to truths of the same shape: `score(guess, truth)` is one
-    number per sample, (N,). With `loads` it is `score()` that makes this function, from a file.
+    """How close guesses are to truths: `score` is a Scorer or, with `loads`, makes one from a file.
 
     A record counts as recovered when it is at least as close as `limit`, and closer than its own
     mean image by `margin`; a metric without a limit is only shown, unless a plan gives it one.

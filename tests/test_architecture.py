@@ -19,7 +19,7 @@ FILES = {
 }
 
 GROUND = {"_version", "errors", "types"}
-TOOLS = GROUND | {"config", "files", "tensors"}
+TOOLS = GROUND | {"config", "files", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
     "config": GROUND,
     "files": GROUND,
+    "ranges": GROUND | {"config"},
     "tensors": GROUND,
     "fl": TOOLS,
     "threat": TOOLS | {"fl"},

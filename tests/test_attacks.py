@@ -524,7 +524,7 @@ def test_idlg_refuses_two_records_and_names_the_rule_that_takes_them() -> None:
 
 def test_dlg_and_idlg_take_adam_where_lbfgs_does_not_move() -> None:
     round_ = played(tiny())
-    for attack in (DLG(40, 0.2, optimiser="adam"), IDLG(40, 0.2, optimiser="adam")):
+    for attack in (DLG(40, lr=0.2, optimiser="adam"), IDLG(40, lr=0.2, optimiser="adam")):
         guess, _ = attacked(attack, round_)
         assert len(guess.history) == 40
         assert min(guess.history) < 0.3 * guess.history[0]

@@ -77,9 +77,9 @@ class Calls(list[dict[str, Any]]):
         super().__init__()
         real = module.match
 
-        def spy(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
-            guess: Reconstruction = real(seen, distance, **options)
-            self.append(options | {"distance": distance, "guess": guess})
+        def spy(seen: Observation, distance: Any, search: Any, **options: Any) -> Reconstruction:
+            guess: Reconstruction = real(seen, distance, search, **options)
+            self.append(options | {"distance": distance, "search": search, "guess": guess})
             return guess
 
         monkeypatch.setattr(module, "match", spy)
@@ -133,7 +133,7 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(coarse_to_fine, monkeypatch)
     guess = CoarseToFine(iterations=50, coarse=0.6).reconstruct(observed(), seeded(3))
     first, second = calls
-    assert (first["iterations"], second["iterations"]) == (30, 20)
+    assert (first["search"].iterations, second["search"].iterations) == (30, 20)
     assert isinstance(first["distance"], Phases)
     before, after = (first["distance"].at(done) for done in (0.599, 0.6))
     assert before is cosine

@@ -122,9 +122,9 @@ class Spied:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         real = fedavg.match
 
-        def spy(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
+        def spy(seen: Observation, *given: Any, **options: Any) -> Reconstruction:
             self.seen, self.options = seen, options
-            self.guess = real(seen, distance, **options)
+            self.guess = real(seen, *given, **options)
             return self.guess
 
         monkeypatch.setattr(fedavg, "match", spy)

@@ -420,6 +420,7 @@ def test_a_group_stops_when_the_time_is_spent_with_what_it_has() -> None:
     [
         (lambda: GradInversion(seeds=0), "seeds must be at least 1"),
         (lambda: GradInversion(seeds=2, space="generator"), "need space = 'pixels'"),
+        (lambda: GradInversion(seeds=2, restarts=2), "and restarts = 1, got 'pixels' and 2"),
         (lambda: SAPAG(width=0), "width and last must be positive"),
         (lambda: AGIC(last=0.5), "weights grow with depth"),
         (lambda: HFGradInv(stages=0), "stages must be at least 1"),

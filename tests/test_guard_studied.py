@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from guard_studied import STUDIED, Host
 from nouns import setting
 from torch.nn.functional import interpolate
 
@@ -18,7 +19,6 @@ from leakgauge import metrics
 from leakgauge.detectors import WarmUp
 from leakgauge.fl.local import train, unnormalised
 from leakgauge.guard import Guard, Policy
-from leakgauge.guard.studied import STUDIED, Host
 from leakgauge.tensors import norm
 from leakgauge.types import Batch, Dataset, LocalTraining
 

@@ -13,7 +13,6 @@ from torch import nn
 from leakgauge import attacks, models, threat
 from leakgauge.attacks.active import Seer
 from leakgauge.audit import Store, parse, run
-from leakgauge.audit.forecast import _shortened
 from leakgauge.data.digits import digits
 from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
@@ -321,7 +320,7 @@ def test_the_same_seed_gives_the_same_trial(tmp_path: Path) -> None:
 
 
 def test_the_forecast_shortens_a_training_and_leaves_its_folder_alone() -> None:
-    short: Any = _shortened(Seer(steps=2500, folder="kept"), 3)
+    short = Seer(steps=2500, folder="kept").shortened(3, 1)
     assert (short.steps, short.folder) == (3, None)
 
 

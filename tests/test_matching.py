@@ -27,6 +27,7 @@ from leakgauge.attacks._matching import (
     Lbfgs,
     Optimiser,
     Phases,
+    Search,
     constant,
     cosine,
     match,
@@ -107,11 +108,12 @@ def seen(records: int = 1, **changes: Any) -> Observation:
 
 def run(optimiser: Optimiser, iterations: int, **options: Any) -> Any:
     defaults = {"labels": torch.tensor([3]), "rng": seeded()}
+    knobs = {key: options.pop(key) for key in ("restarts", "start") if key in options}
     return match(
         options.pop("seen", seen()),
         options.pop("distance", squared),
+        Search(iterations, **knobs),
         optimiser=optimiser,
-        iterations=iterations,
         **defaults | options,
     )
 
@@ -195,9 +197,9 @@ def test_lbfgs_solves_a_small_sigmoid_problem_to_high_accuracy() -> None:
     guess = match(
         observation,
         squared,
+        Search(150),
         labels=truth.labels,
         optimiser=Lbfgs(),
-        iterations=150,
         box="none",
         dtype=torch.float64,
         rng=seeded(),

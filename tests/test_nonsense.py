@@ -22,11 +22,11 @@ from leakgauge import cli, data
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS
 from leakgauge.audit import forecast, parse, read
 from leakgauge.audit.document import Federation, Limit, Measure
-from leakgauge.audit.ranges import FINITE, RANGES, range_of
 from leakgauge.data._dataset import make_dataset
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import DataError, LeakGaugeError, PlanError
 from leakgauge.fl import PARTITIONS
+from leakgauge.ranges import FINITE, OF_METHODS, OF_PLANS, Range
 from leakgauge.types import LocalTraining, ThreatModel
 
 PLAN: dict[str, Any] = {
@@ -81,6 +81,11 @@ def planned(where: str, kind: type[Any], name: str, value: Any) -> dict[str, Any
     return table | {where: [entry]}
 
 
+def range_of(where: str, kind: type[Any], name: str) -> Range | None:
+    named = OF_PLANS if where in TABLES else OF_METHODS
+    return kind.__dataclass_fields__[name].metadata.get("range") or named.get(name)
+
+
 OPTIONS = [
     pytest.param(where, kind, name, listed, id=f"{where}.{kind.__name__}.{name}")
     for where, kind in [
@@ -99,8 +104,8 @@ OPTIONS = [
 def test_a_number_that_makes_no_sense_is_refused(
     where: str, kind: type[Any], name: str, listed: bool
 ) -> None:
-    allowed = range_of(kind, name)
-    assert allowed is not None, f"{kind.__name__}.{name} has no range in audit/ranges.py"
+    allowed = range_of(where, kind, name)
+    assert allowed is not None, f"say the range of {kind.__name__}.{name}: option(…, POSITIVE)"
     for value in NONSENSE:
         if allowed is FINITE and math.isfinite(value):
             continue
@@ -116,16 +121,15 @@ def test_a_number_that_makes_no_sense_is_refused(
 def test_every_default_is_in_its_range(
     where: str, kind: type[Any], name: str, listed: bool
 ) -> None:
-    allowed, default = range_of(kind, name), kind.__dataclass_fields__[name].default
+    allowed, default = range_of(where, kind, name), kind.__dataclass_fields__[name].default
     assert allowed is not None
     values = default if listed else (default,)
     assert all(value in allowed for value in values if isinstance(value, int | float))
 
 
 def test_no_range_is_of_an_option_that_does_not_exist() -> None:
-    used = {f"{param.values[1].__name__}.{param.values[2]}" for param in OPTIONS}
-    used |= {str(param.values[2]) for param in OPTIONS}
-    assert set(RANGES) <= used
+    used = {(param.values[0] in TABLES, param.values[2]) for param in OPTIONS}
+    assert {(True, name) for name in OF_PLANS} | {(False, name) for name in OF_METHODS} <= used
 
 
 @pytest.mark.parametrize(

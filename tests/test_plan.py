@@ -17,16 +17,16 @@ import torch
 from PIL import Image
 
 from leakgauge import models
-from leakgauge.attacks import ATTACKS, Analytic, ExactRecursion, InvertingGradients
+from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Analytic, ExactRecursion, InvertingGradients
+from leakgauge.attacks._matching import Search
 from leakgauge.audit import parse, read
 from leakgauge.audit.cases import controls, trials
-from leakgauge.audit.forecast import _shortened
 from leakgauge.audit.plan import own_files
 from leakgauge.config import plain
 from leakgauge.defences import Prune
 from leakgauge.errors import DataError, LeakGaugeError, PlanError, Withheld
 from leakgauge.fl.partition import Dirichlet, Iid
-from leakgauge.types import LocalTraining, ThreatModel
+from leakgauge.types import Iterative, LocalTraining, ThreatModel
 
 TINY = {
     "federation": {"data": "digits", "model": "mlp"},
@@ -578,8 +578,23 @@ def test_plain_is_what_json_can_hold():
     assert json.loads(json.dumps(value, allow_nan=False)) == value
 
 
-@pytest.mark.parametrize("name", sorted(ATTACKS))
-def test_a_forecast_can_shorten_every_attack(name: str) -> None:
-    attack = ATTACKS[name]()
-    if hasattr(attack, "iterations"):
-        assert _shortened(attack, 3).iterations == 3  # type: ignore[attr-defined]
+SEARCHES = sorted(ATTACKS.keys() - {"analytic", "exact-recursion"})
+
+
+@pytest.mark.parametrize("name", [*SEARCHES, "fishing", "seer"])
+def test_a_forecast_can_shorten_every_attack_that_searches(name: str) -> None:
+    attack = (ATTACKS | ACTIVE_ATTACKS)[name]()
+    assert isinstance(attack, Iterative)
+    short = attack.shortened(3, 2)
+    assert isinstance(short, Iterative)
+    assert short.iterations == 3
+    assert short.restarts == (2 if name in SEARCHES else 1)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_plan_sets_the_shared_knobs_of_every_search(name: str) -> None:
+    knobs = {"iterations": 7, "restarts": 2, "start": "grey", "space": "low-resolution"}
+    knobs |= {"derivative": "exact"}
+    attack = parsed("attack", [{"name": name, **knobs}]).attacks[name]
+    assert isinstance(attack, Search)
+    assert {key: getattr(attack, key) for key in knobs} == knobs

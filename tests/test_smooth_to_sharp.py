@@ -13,7 +13,7 @@ from torch import nn
 
 from leakgauge import metrics, models
 from leakgauge.attacks import smooth_to_sharp
-from leakgauge.attacks._matching import Adam, Lbfgs
+from leakgauge.attacks._matching import Adam, Lbfgs, Search
 from leakgauge.attacks._objectives import squared
 from leakgauge.attacks.smooth_to_sharp import (
     SmoothToSharp,
@@ -82,9 +82,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, A
     def install(residual: float) -> list[dict[str, Any]]:
         kept: list[dict[str, Any]] = []
 
-        def recorder(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
-            kept.append({"distance": distance, **options})
-            n = options["iterations"]
+        def recorder(
+            seen: Observation, distance: Any, search: Search, **options: Any
+        ) -> Reconstruction:
+            kept.append({"distance": distance, "search": search, **options})
+            n = search.iterations
             images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
             facts = {"iterations": n, "objectives": [1.0 * len(kept)], "derivative": "none"}
             return Reconstruction(
@@ -105,8 +107,8 @@ def run(attack: SmoothToSharp, **resources: Any) -> Reconstruction:
 def test_stages_go_from_long_smooth_steps_to_short_sharp_ones(calls: Any) -> None:
     kept = calls(1.0)
     guess = run(SmoothToSharp(iterations=60, lr=0.4, tv=0.5, restarts=3))
-    assert [one["iterations"] for one in kept] == [30, 20, 10]
-    assert [one["restarts"] for one in kept] == [3, 1, 1]
+    assert [one["search"].iterations for one in kept] == [30, 20, 10]
+    assert [one["search"].restarts for one in kept] == [3, 1, 1]
     assert all(one["distance"] is distance and one["optimiser"].signed for one in kept)
     assert [one["optimiser"].lr for one in kept] == pytest.approx([0.4, 0.032, 0.004])
     weights = [prior[0][1](0.5) for prior in (one["priors"] for one in kept)]
@@ -357,13 +359,13 @@ def test_a_generator_moves_slowly_and_its_images_go_on_as_pixels(
 
     def noted(*args: Any, **given: Any) -> Reconstruction:
         weight = given["priors"][-1][1](0.0)
-        calls.append((type(given["space"]).__name__, given["optimiser"].lr, weight))
+        calls.append((args[2].space, given["optimiser"].lr, weight))
         return real(*args, **given)
 
     monkeypatch.setattr(smooth_to_sharp, "match", noted)
     seen, _ = observed()
     SmoothToSharp(iterations=6, space="generator", basin=0.0).reconstruct(seen, seeded())
     names, rates, weights = zip(*calls, strict=True)
-    assert names == ("Generator", "Pixels", "Pixels")
+    assert names == ("generator", "pixels", "pixels")
     assert rates == pytest.approx((0.01, 0.016, 0.002))
     assert weights == pytest.approx((0.05, 0.02, 0.002))

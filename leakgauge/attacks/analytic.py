@@ -26,6 +26,7 @@ from torch import Tensor
 
 from leakgauge.attacks._layers import first_linear, gradient_sum
 from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -33,7 +34,7 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 class Analytic:
     """Reads single records off a linear layer (Phong 2018)."""
 
-    tolerance: float = 1e-3  # relative distance below which two rows show the same record
+    tolerance: float = option(1e-3, POSITIVE)  # relative distance of two rows of one record
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
     def reconstruct(

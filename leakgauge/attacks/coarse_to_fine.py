@@ -29,43 +29,46 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode, Trust
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Phases, constant, first_of, match, shared, steps
+from leakgauge.attacks._engine import Trust
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import (
+    Adam,
+    LabelledSearch,
+    Phases,
+    Search,
+    constant,
+    first_of,
+    match,
+    shared,
+    steps,
+)
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
+from leakgauge.ranges import FROM_0, POSITIVE, SHARE, option
 from leakgauge.records import pictures
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.types import Observation, Reconstruction, Resources
 
 BETA = 4
 LATE = 0.6  # share of the coarse stage after which λ₁ is on
 
 
 @dataclass(frozen=True)
-class CoarseToFine:
-    """Finds the direction first, then the detail (Zhu 2025)."""
+class CoarseToFine(LabelledSearch):
+    """Finds the direction first, then the detail (Zhu 2025).
+
+    `space` and `restarts` are of the coarse stage: the fine stage moves its pixels on."""
 
     iterations: int = 600
-    coarse: float = 0.5  # share of the iterations
+    coarse: float = option(0.5, SHARE)  # share of the iterations
     lr: float = 0.1
-    fine_lr: float = 0.01
-    support: float = 0.05  # λ₁
+    fine_lr: float = option(0.01, POSITIVE)
+    support: float = option(0.05, FROM_0)  # λ₁
     tv: float | None = None  # λ_TV; None: Eq. 3
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"  # of the coarse stage: the fine stage moves pixels
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.coarse <= 1:
             raise ValueError(f"coarse must be a share in (0, 1], got {self.coarse}")
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -83,14 +86,10 @@ class CoarseToFine:
         first = match(
             seen,
             Phases(lambda done: cosine if done < LATE else late),  # Eq. 1
+            replace(self, iterations=coarse),
             labels=labels,
             priors=priors,
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=coarse,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             trust=trust,
             rng=rng,
             resources=share(0),
@@ -101,12 +100,11 @@ class CoarseToFine:
         second = match(
             seen,
             reweighted,  # Eq. 2
+            Search(fine, derivative=self.derivative),  # moves pixels
             labels=labels,
             priors=priors,
             optimiser=Adam(self.fine_lr, cosine_decay(1 / 3)),
-            iterations=fine,
             begin=first.inputs,
-            derivative=self.derivative,
             trust=trust,
             rng=rng,
             resources=rest,

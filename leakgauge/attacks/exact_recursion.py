@@ -34,6 +34,7 @@ from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import loss, minibatches, ready
+from leakgauge.ranges import count, option
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -49,7 +50,7 @@ from leakgauge.types import (
 class ExactRecursion:
     """Solves for images layer by layer, no search (our own)."""
 
-    evaluations: int = 400  # of the finish, an image
+    evaluations: int = option(400, count(10_000_000))  # of the finish, an image
     restarts: int = 2  # of the finish, while an image does not meet its activations
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 

@@ -37,37 +37,26 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Prior, constant, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
-from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
+from leakgauge.ranges import FROM_0, option
+from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
 KERNELS = 96
 
 
 @dataclass(frozen=True)
-class FedAvgEpochs:
+class FedAvgEpochs(LabelledSearch):
     """Matches whole epochs of local training (Dimitrov 2022)."""
 
-    iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-4  # α
-    prior: float = 0.005  # λ
+    prior: float = option(0.005, FROM_0)  # λ
     epochs: Literal["auto", "separate", "shared"] = "auto"
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -88,14 +77,10 @@ class FedAvgEpochs:
         guess = match(
             seen,
             cosine,
+            self,
             labels=labels.repeat(epochs),
             priors=tuple(priors),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

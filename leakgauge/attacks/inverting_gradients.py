@@ -18,31 +18,19 @@ from dataclasses import dataclass
 
 import torch
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, constant, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.types import Observation, Reconstruction, Resources
 
 
 @dataclass(frozen=True)
-class InvertingGradients:
+class InvertingGradients(LabelledSearch):
     """Matches the direction of the gradient (Geiping 2020)."""
 
-    iterations: int = 500
     lr: float = 0.1
     tv: float = 1e-4
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -50,14 +38,10 @@ class InvertingGradients:
         return match(
             seen,
             cosine,  # Eq. 4
+            self,
             labels=infer(seen, self.labels, rng),
             priors=((total_variation, constant(self.tv)),),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

@@ -45,21 +45,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode, Trust
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
+from leakgauge.attacks._engine import Trust
+from leakgauge.attacks._labels import infer
 from leakgauge.attacks._layers import gradient_sum, last_linear
-from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, first_of, match, shared
+from leakgauge.attacks._matching import (
+    Adam,
+    LabelledSearch,
+    Lbfgs,
+    Prior,
+    Search,
+    constant,
+    first_of,
+    match,
+    shared,
+)
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
 from leakgauge.attacks._peeling import peel
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._separation import separate
-from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.ranges import FROM_0, option
+from leakgauge.types import Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
 
@@ -72,7 +82,7 @@ GENERATOR = (0.05, 0.25)
 
 
 @dataclass(frozen=True)
-class SmoothToSharp:
+class SmoothToSharp(LabelledSearch):
     """Finds a smooth image, then sharpens it (our own).
 
     `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
@@ -82,18 +92,9 @@ class SmoothToSharp:
     iterations: int = 600
     lr: float = 0.2
     tv: float = 0.2
-    basin: float = 0.02
-    activations: float = 0.0
+    basin: float = option(0.02, FROM_0)
+    activations: float = option(0.0, FROM_0)
     errors: bool = True
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -125,19 +126,16 @@ class SmoothToSharp:
             if run is None and self.space == "generator":
                 rate, weight = GENERATOR
             near = run is not None and number == len(STAGES) - 1 and run.residual < self.basin
+            search = Search(count, derivative=self.derivative)  # moves pixels on
             stage = match(
                 seen,
                 relative_squared if near else distance,
+                search if run else replace(self, iterations=max(count, 1)),
                 labels=labels,
                 priors=() if near else (*priors, (total_variation, constant(weight * self.tv))),
                 optimiser=Lbfgs() if near else Adam(rate * self.lr, cosine_decay(), signed=True),
-                iterations=max(count, 1),
-                restarts=1 if run else self.restarts,
-                start=self.start,
-                space=Pixels() if run else SPACES[self.space](),
                 begin=run.inputs if run else None,
                 box="none" if near else "clamp",
-                derivative=self.derivative,
                 errors=None if number == len(STAGES) - 1 else errors,
                 dtype=torch.float64 if near else torch.float32,
                 trust=trust,

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from leakgauge import data, models, threat
+from leakgauge import data, metrics, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
-from leakgauge.audit.ranges import check_numbers
 from leakgauge.config import build, choose, did_you_mean, plain
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
@@ -34,9 +33,9 @@ from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
-from leakgauge.metrics import METRICS
+from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of
-from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
+from leakgauge.types import Attack, Dataset, Defence, LocalTraining, Metric, ThreatModel
 
 MOST_STEPS = 1_000_000  # of local training, in one round
 
@@ -45,7 +44,7 @@ MOST_STEPS = 1_000_000  # of local training, in one round
 class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
     that the file names; the exact recursion is run without being asked. `data` is what the clients
-    share out, `public` what was set aside before."""
+    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always."""
 
     name: str
     document: Document
@@ -56,6 +55,7 @@ class Plan:
     defences: Mapping[str, Defence | None]
     partition: Partition
     asked: tuple[str, ...]
+    metrics: Mapping[str, Metric]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -159,9 +159,11 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     _check_moved(table)
     document = build(Document, table, name)
     _check_names(document, name)
-    check_numbers(document, name)
+    check_numbers(document, name, OF_PLANS)
     federation = document.federation
     _check_actor(document.threat, federation)
+    measured = dict.fromkeys(("psnr", *document.audit.metrics))
+    chosen = {key: metrics.choose(key) for key in measured}
     attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
@@ -189,6 +191,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         defences=defences,
         partition=partition,
         asked=asked,
+        metrics=chosen,
     )
 
 
@@ -343,8 +346,6 @@ def _check_names(document: Document, name: str) -> None:
     """What the file asks for by name and this machine must have."""
     if not document.attack:
         raise PlanError(f"{name}: no [[attack]]; known: {', '.join(sorted(ATTACKS))}")
-    for metric in document.audit.metrics:
-        choose({**METRICS, "lpips": None}, metric, "metric")
     try:
         torch.empty(0, device=document.audit.device)
     except (RuntimeError, AssertionError) as error:

@@ -200,7 +200,7 @@ def _from_3(old: Table) -> Table:
         for i, trial in enumerate(_list(old, "result", "trials"))
     ]
     limit = _table(_table(plan.get("audit", {}), "result.plan.audit").get("limit", {}), "limit")
-    scores = next((_get(t, "", "score", "scores") for t in trials if t.get("score")), {})
+    scores: Table = next((_get(t, "", "score", "scores") for t in trials if t.get("score")), {})
     names = [name for name in dict.fromkeys(("psnr", *scores)) if name in METRICS]
     measured = measurements(
         {name: METRICS[name] for name in names}, _built(Limit, limit, "result.plan.audit.limit")

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.tensors import norm as length
 from leakgauge.tensors import scale
 from leakgauge.types import Here, Named
@@ -26,7 +27,7 @@ from leakgauge.types import Here, Named
 class Clip:
     """Limits the length of the update."""
 
-    norm: float = 1.0
+    norm: float = option(1.0, POSITIVE)
     scope: Literal["whole", "layer"] = "whole"
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from leakgauge.defences.clip import clipped
+from leakgauge.ranges import POSITIVE, Range, option
 from leakgauge.types import Here, Named
 
 
@@ -33,9 +34,9 @@ from leakgauge.types import Here, Named
 class ClipAndNoise:
     """Limits the update and adds noise for a chosen (ε, δ)."""
 
-    epsilon: float = 100.0
-    delta: float = 1e-5
-    norm: float = 1.0
+    epsilon: float = option(100.0, POSITIVE)
+    delta: float = option(1e-5, Range(0, 1, open=True))
+    norm: float = option(1.0, POSITIVE)
     calibration: Literal["exact", "papers"] = "exact"
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from leakgauge.ranges import SHARE, option
 from leakgauge.types import Here, Named
 
 
@@ -20,7 +21,7 @@ from leakgauge.types import Here, Named
 class Prune:
     """Sends only the largest entries of the update."""
 
-    share: float = 0.9
+    share: float = option(0.9, SHARE)
     scope: Literal["layer", "whole"] = "layer"
 
     def __post_init__(self) -> None:

@@ -5,10 +5,6 @@ A metric is a function `(guess, truth) -> (N,)` with what a reader of its number
 summary can be trusted.
 """
 
-from collections.abc import Callable
-
-from torch import Tensor
-
 from leakgauge import config
 from leakgauge.metrics import assign, baselines, bootstrap
 from leakgauge.metrics.identify import reidentified
@@ -23,7 +19,7 @@ from leakgauge.metrics.pixels import (
 )
 from leakgauge.metrics.risk import Risk, risk
 from leakgauge.metrics.ssim import ssim
-from leakgauge.types import Metric
+from leakgauge.types import Metric, Scorer
 
 __all__ = [
     "METRICS",
@@ -59,7 +55,7 @@ def choose(name: str) -> Metric:
     return config.choose(METRICS, name, "metric")
 
 
-def loaded(metric: Metric) -> Callable[[Tensor, Tensor], Tensor]:
+def loaded(metric: Metric) -> Scorer:
     """The function `(guess, truth) -> (N,)` of a metric; what it reads must be there."""
-    score: Callable[[Tensor, Tensor], Tensor] = metric.score() if metric.loads else metric.score
-    return score
+    scorer: Scorer = metric.score() if metric.loads else metric.score
+    return scorer

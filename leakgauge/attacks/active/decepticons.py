@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from leakgauge.attacks._layers import gradient_sum, shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.records import pictures
 from leakgauge.types import (
     Dataset,
@@ -66,9 +67,9 @@ class Decepticons:
     `tolerance` is the relative error up to which a row is believed to show a single token.
     """
 
-    scale: float | None = None
-    voice: float = 1.0
-    tolerance: float = 2e-2
+    scale: float | None = option(None, POSITIVE)
+    voice: float = option(1.0, POSITIVE)
+    tolerance: float = option(2e-2, POSITIVE)
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
     manipulates: ClassVar[bool] = True
 

@@ -43,6 +43,7 @@ from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import minibatches, ready
+from leakgauge.ranges import FINITE, FROM_0, POSITIVE, count, option
 from leakgauge.types import (
     Kept,
     Knowledge,
@@ -60,14 +61,18 @@ class Fishing:
     """One record's gradient drowns all others (Wen 2022)."""
 
     by: Literal["class", "feature"] = "class"
-    label: int = 0  # the class c
-    bias: float = 1000.0  # β
-    row: float | None = None  # every entry of w_c; None: as it is
-    camouflage: float | None = None  # noise on the other rows, relative; None: rows of zeros
-    gain: float = 100.0  # γ times the feature's standard deviation
-    iterations: int = 0  # of Inverting Gradients, where division gives no pixels
+    label: int = option(0, count(1_000_000, 0))  # the class c
+    bias: float = option(1000.0, FROM_0)  # β
+    row: float | None = option(None, FINITE)  # every entry of w_c; None: as it is
+    camouflage: float | None = option(None, FROM_0)  # relative noise on the other rows; None: zeros
+    gain: float = option(100.0, POSITIVE)  # γ times the feature's standard deviation
+    iterations: int = option(0, count(10_000_000, 0))  # of IG, where division gives no pixels
+    restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
     manipulates: ClassVar[bool] = True
+
+    def shortened(self, iterations: int, restarts: int) -> Fishing:
+        return replace(self, iterations=iterations)
 
     def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None

@@ -46,6 +46,7 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import NotApplicable
+from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
     Kept,
@@ -64,9 +65,9 @@ IMPRINT = "imprint.fc1.weight"
 class Loki:
     """Separate bins per client survive averaging (Zhao 2024)."""
 
-    bins: int = 512
+    bins: int = option(512, count(100_000, 2))
     functional: Functional = "mean"
-    gain: float = 1.0  # of the layer behind the imprint
+    gain: float = option(1.0, POSITIVE)  # of the layer behind the imprint
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
     manipulates: ClassVar[bool] = True
 

@@ -48,6 +48,7 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.ranges import FROM_0, POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
     Knowledge,
@@ -64,10 +65,10 @@ class RobbingTheFed:
     """An extra layer sorts images into bins (Fowl 2022)."""
 
     form: Literal["parameters", "block"] = "parameters"
-    bins: int | None = None  # None: every unit of the layer, 512 in a block
+    bins: int | None = option(None, count(100_000, 2))  # None: every unit; 512 in a block
     functional: Functional = "mean"
-    noise: float = 0.0  # on the rows, relative to their own size
-    gain: float = 1.0  # of the layer behind: raise it where clients send rounded weights
+    noise: float = option(0.0, FROM_0)  # on the rows, relative to their own size
+    gain: float = option(1.0, POSITIVE)  # behind it: raise it where clients send rounded weights
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
     manipulates: ClassVar[bool] = True
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from leakgauge.attacks._layers import gradient_sum
 from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
+from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
@@ -62,13 +63,14 @@ EVERY = 250  # steps between two checkpoints
 class Seer:
     """A trained model lets one record through (Garov 2024)."""
 
-    steps: int = 2500
+    steps: int = option(2500, count(10_000_000))
     lr: float = 1e-3
-    side: int = 8
-    width: int = 192  # numbers that the disaggregator makes of a gradient
-    entries: int = 16384
-    alpha_first: float = 0.25
-    alpha_last: float = 8.0
+    side: int = option(8, count(1_024))
+    width: int = option(192, count(100_000))  # numbers that the disaggregator makes of a gradient
+    entries: int = option(16384, count(10_000_000))
+    alpha_first: float = option(0.25, POSITIVE)
+    alpha_last: float = option(8.0, POSITIVE)
+    restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
     manipulates: ClassVar[bool] = True
 
@@ -79,6 +81,13 @@ class Seer:
         for key in ("lr", "alpha_first", "alpha_last"):
             if not getattr(self, key) > 0:
                 raise PlanError(f"{key} must be positive, got {getattr(self, key)}")
+
+    @property
+    def iterations(self) -> int:
+        return self.steps
+
+    def shortened(self, iterations: int, restarts: int) -> Seer:
+        return replace(self, steps=iterations)
 
     def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None

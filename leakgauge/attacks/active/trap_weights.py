@@ -41,6 +41,7 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.ranges import POSITIVE, Range, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
     Knowledge,
@@ -56,9 +57,9 @@ from leakgauge.types import (
 class TrapWeights:
     """Rows that only one record switches on (Boenisch 2023)."""
 
-    rows: int | None = None  # None: every unit of the layer
-    scale: float = 0.95
-    sigma: float = 0.5
+    rows: int | None = option(None, count(100_000))  # None: every unit of the layer
+    scale: float = option(0.95, Range(0, 1, open=True))
+    sigma: float = option(0.5, POSITIVE)
     magnitudes: Literal["paired", "independent"] = "paired"
     amplitude: Literal["sigma", "host"] = "sigma"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
