@@ -60,6 +60,7 @@ from leakgauge import (
 )
 from leakgauge.errors import DataError, LeakGaugeError, NotApplicable, PlanError
 from leakgauge.metrics.labels import multiset_accuracy
+from leakgauge.records import Scale, record_of
 from leakgauge.types import Batch
 
 HERE = Path(__file__).parent
@@ -131,9 +132,8 @@ def trained(setup: Setup) -> tuple[nn.Module, float]:
     Ten clients of 16 steps of 32 images, lr 0.05, train-mode batch norm: one federation for all
     runs of a setup.
     """
-    training = LocalTraining(
-        lr=0.05, batch_size=32, steps=16, batch_norm="train", mean=setup.mean, std=setup.std
-    )
+    training = LocalTraining(lr=0.05, batch_size=32, steps=16, batch_norm="train")
+    scale = Scale(setup.mean, setup.std)
     scenario = Scenario(
         lambda: make_model(setup, 0),
         images(setup.data, "train", setup.size),
@@ -142,12 +142,12 @@ def trained(setup: Setup) -> tuple[nn.Module, float]:
         participants=2,
         records=512,
         rounds=setup.rounds,
+        scale=scale,
     )
     model = simulate(scenario, rng_of("federation", setup.name)).model.eval()
     test = images(setup.data, "test", setup.size)
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (setup.mean, setup.std))
     with torch.no_grad():
-        logits = model((test.inputs[-2000:] - mean) / std)
+        logits = model(record_of(test.inputs, scale).entering(test.inputs[-2000:]))
     return model, float((logits.argmax(1) == test.labels[-2000:]).double().mean())
 
 
@@ -164,8 +164,6 @@ def round_of(row: Row, run: int, *, judge: bool = True) -> tuple[Any, dict[str, 
         batch_size=setup.batch,
         steps=setup.steps,
         batch_norm=setup.batch_norm,
-        mean=setup.mean,
-        std=setup.std,
     )
     facts: dict[str, Any] = {"images": chosen, "weights": seed}
 
@@ -174,7 +172,8 @@ def round_of(row: Row, run: int, *, judge: bool = True) -> tuple[Any, dict[str, 
 
     if setup.rounds:
         facts["test_accuracy"] = trained(setup)[1]
-    scenario = Scenario(model, private, training, records=len(chosen))
+    scale = Scale(setup.mean, setup.std)
+    scenario = Scenario(model, private, training, records=len(chosen), scale=scale)
     return simulate(scenario, rng_of("round", run)), facts
 
 
