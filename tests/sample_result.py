@@ -34,6 +34,7 @@ from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.metrics import METRICS
+from leakgauge.records import Scale
 from leakgauge.types import LocalTraining
 
 ATTACKS = ("analytic", "inverting-gradients", "dlg")
@@ -338,7 +339,8 @@ def _plan(
         federation=Federation(
             model="resnet-10" + text,
             data={"name": "photos", "size": 16},
-            training=LocalTraining(batch_size=8, mean=(0.5,)),
+            training=LocalTraining(batch_size=8),
+            record=Scale(mean=(0.5,)),
             clients=4,
             rounds=rounds,
         ),
