@@ -175,7 +175,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
-    where = captured.folder_of(document.federation.data, folder)
+    where = captured.folder_of(document.federation, folder)
     if where is not None:
         document = captured.filled(document, where)
     federation = document.federation
