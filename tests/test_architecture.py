@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from pathlib import Path
 
 import pytest
-
-import leakgauge
-
-ROOT = Path(leakgauge.__file__).parent
-FILES = {
-    ".".join(("leakgauge", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    ): path
-    for path in sorted(ROOT.rglob("*.py"))
-}
+from sources import FILES, imports
 
 GROUND = {"_version", "errors", "types"}
 TOOLS = GROUND | {"config", "files", "ranges", "tensors"}
@@ -52,26 +42,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_INTEGRATIONS = {"flwr", "opacus", "ray"}
 
 
-def imports(source: str, module: str, known: set[str]) -> set[str]:
-    """Full names of all modules that a source imports, also inside functions."""
-    found = set()
-    package = (
-        module if FILES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
-    )
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                origin = ".".join([*above, *([origin] if origin else [])])
-            for alias in node.names:  # `from package import module` names a module
-                name = f"{origin}.{alias.name}"
-                found.add(name if name in known else origin)
-    return found
-
-
 def part(module: str) -> str:
     """The part of the package that a module belongs to: its first name below leakgauge."""
     return module.split(".")[1] if "." in module else module
@@ -81,7 +51,7 @@ def wrong(source: str, module: str) -> list[str]:
     """The imports of a module that point the wrong way."""
     own = part(module)
     bad = []
-    for name in sorted(imports(source, module, set(FILES))):
+    for name in sorted(imports(source, module)):
         if name.split(".")[0] == "leakgauge":
             if part(name) != own and part(name) not in MAY_IMPORT[own]:
                 bad.append(name)

@@ -24,7 +24,7 @@ from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Times, Trial
+from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Status, Times, Trial
 from leakgauge.audit.store import Store
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
@@ -37,6 +37,7 @@ from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import (
     Attack,
     Batch,
+    Exchange,
     Kept,
     Observation,
     PreparedAttack,
@@ -84,7 +85,8 @@ class Bench:
             seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
             found, score = self._attack(case, attack, round_, seen, progress)
-            trial = case.trial(self.plan, took(), "done", found=found, score=score)
+            status: Status = "unscored" if score is None else "done"
+            trial = case.trial(self.plan, took(), status, found=found, score=score)
         except NotApplicable as reason:
             trial = case.trial(self.plan, took(), "not applicable", str(reason))
         except Exception as error:
@@ -98,10 +100,10 @@ class Bench:
         self,
         case: Case,
         attack: Attack,
-        round_: Round,
+        round_: Exchange,
         seen: Observation | None,
         progress: Progress,
-    ) -> tuple[Found, Score]:
+    ) -> tuple[Found, Score | None]:
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         attack_rng = rng_of(case.seed, f"attack/{case.attack}")
@@ -109,13 +111,15 @@ class Bench:
             round_, kept = self.played(case, attack, round_, attack_rng, resources)
             seen = threat.observe(round_, who, kept=kept)
         guess = attack.reconstruct(seen, attack_rng, resources)
-        truth = threat.covered(round_, who)
         found = found_by(guess, seen)
+        self.store.begin()
+        folder = self.store.images / case.id
+        if not isinstance(round_, Round):
+            return replace(found, images=images.save(folder, None, guess.inputs, None)), None
+        truth = threat.covered(round_, who)
         score, paired = scored(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
-        self.store.begin()
-        folder = self.store.images / case.id
         pictures = images.save(folder, truth.inputs, paired, score.scores["psnr"])
         return replace(found, images=pictures), replace(score, caveats=checks.caveats(found, score))
 
@@ -123,10 +127,10 @@ class Bench:
         self,
         case: Case,
         attack: Attack,
-        round_: Round,
+        round_: Exchange,
         rng: torch.Generator,
         resources: Resources | None = None,
-    ) -> tuple[Round, Kept | None]:
+    ) -> tuple[Exchange, Kept | None]:
         """The round as it is under this attack, and what the attack kept of its preparation: one
         that changes the model has the clients train on what it sent."""
         if not isinstance(attack, PreparedAttack):
@@ -137,6 +141,8 @@ class Bench:
         place = Checkpoint(self.store.prepared / f"{key}.safetensors", key)
         made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
         if made.models:
+            if not isinstance(round_, Round):
+                raise NotApplicable("it changes the model before a round, and this one is over")
             round_ = tampered(round_, made, rng_of(case.seed, "tampered"))
         return round_, made.kept
 
@@ -153,8 +159,10 @@ class Bench:
         notes = (*found.notes, f"{words} ({fired})" if fired else words)
         return replace(found, guard=verdict.decision, notes=notes)
 
-    def simulated(self, case: Case, progress: Progress | None = None) -> Round:
-        """The round of a case, kept while the next cases share it."""
+    def simulated(self, case: Case, progress: Progress | None = None) -> Exchange:
+        """The round of a case, kept while the next cases share it; or the one that was captured."""
+        if self.plan.captured and case.kept is None:
+            return self.plan.captured[case.stage]
         key = (case.stage, case.defence, case.seed, case.kept)
         if self._round is None or key != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
@@ -166,6 +174,7 @@ class Bench:
     def sensitivity(self, case: Case) -> Sensitivity:
         """How far a little pixel noise moves the update: 1 − cos(u(x + noise), u(x))."""
         round_ = self.simulated(case)
+        assert isinstance(round_, Round)  # those that were captured are not explained
         truth, rng = round_.truths[0], rng_of(case.seed, "noise")
         noisy = truth.inputs + NOISE * torch.randn(truth.inputs.shape, generator=rng)
         training = replace(round_.training, order="fixed")

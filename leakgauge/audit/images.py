@@ -16,17 +16,22 @@ TILE = 128  # pixels of an image on the sheet
 LIMIT = 64  # images of a trial that are written; scores cover all
 
 
-def save(folder: Path, truth: Tensor, guess: Tensor, psnr: Sequence[float] | None) -> Pictures:
-    """Write them, and return their paths below the audit's folder."""
-    pairs = [(picture(t), picture(g)) for t, g in zip(truth[:LIMIT], guess[:LIMIT], strict=True)]
+def save(
+    folder: Path, truth: Tensor | None, guess: Tensor, psnr: Sequence[float] | None
+) -> Pictures:
+    """Write them, and return their paths below the audit's folder; guesses alone where nobody knows
+    the truth."""
+    truths = [None] * len(guess[:LIMIT]) if truth is None else [picture(t) for t in truth[:LIMIT]]
+    pairs = list(zip(truths, [picture(g) for g in guess[:LIMIT]], strict=True))
     for i, (true, guessed) in enumerate(pairs):
-        _write(folder / f"{i:03}-truth.png", true)
+        if true is not None:
+            _write(folder / f"{i:03}-truth.png", true)
         _write(folder / f"{i:03}-guess.png", guessed)
     _write(folder / "sheet.png", sheet(pairs, psnr))
     base = f"{folder.parent.name}/{folder.name}"
     return Pictures(
         sheet=f"{base}/sheet.png",
-        truths=tuple(f"{base}/{i:03}-truth.png" for i in range(len(pairs))),
+        truths=tuple(f"{base}/{i:03}-truth.png" for i, (true, _) in enumerate(pairs) if true),
         guesses=tuple(f"{base}/{i:03}-guess.png" for i in range(len(pairs))),
     )
 
@@ -39,10 +44,10 @@ def picture(image: Tensor) -> Image.Image:
 
 
 def sheet(
-    pairs: list[tuple[Image.Image, Image.Image]], psnr: Sequence[float] | None
+    pairs: Sequence[tuple[Image.Image | None, Image.Image]], psnr: Sequence[float] | None
 ) -> Image.Image:
     """Truths above guesses, eight to a row, with their PSNR."""
-    columns = min(8, len(pairs))
+    columns = max(1, min(8, len(pairs)))
     rows = -(-len(pairs) // columns)
     caption, gap = 18, 6
     cell = (TILE + gap, 2 * TILE + caption + 2 * gap)
@@ -51,9 +56,9 @@ def sheet(
     for i, (true, guessed) in enumerate(pairs):
         x, y = gap + (i % columns) * cell[0], gap + (i // columns) * cell[1]
         for image, top in ((true, y), (guessed, y + TILE + 2)):
-            page.paste(
-                image.convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST), (x, top)
-            )
+            if image is not None:
+                tile = image.convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST)
+                page.paste(tile, (x, top))
         if psnr is not None:
             draw.text((x + 2, y + 2 * TILE + 4), f"{psnr[i]:.1f} dB", fill="black")
     return page
