@@ -89,10 +89,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, A
             kept.append({"distance": distance, "search": search, **options})
             n = search.iterations
             images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
-            facts = {"iterations": n, "objectives": [1.0 * len(kept)], "derivative": "none"}
             return Reconstruction(
                 images, options["labels"], residual / len(kept), (2.0,) * n, (1.0,) * n,
-                (f"note {len(kept)}",), facts,
+                iterations=n, objectives=(1.0 * len(kept),), notes=(f"note {len(kept)}",),
+                facts={"derivative": "none"},
             )  # fmt: skip
 
         monkeypatch.setattr(smooth_to_sharp, "match", recorder)
