@@ -282,4 +282,4 @@ def test_what_could_be_scored_is_told_from_what_could_not(tmp_path, told, form):
     text = told(form, made, tmp_path)
     assert "Inconclusive" in text
     assert "1 of 2 trials: nobody knows the truth: not scored" in text
-    assert "Of 6 more trials nobody knows the truth: not scored." in text
+    assert "Of 6 trials nobody knows the truth: not scored." in text

@@ -156,7 +156,7 @@ def test_guesses_whose_truth_nobody_knows_stand_alone(tmp_path, words):
     content = pdf.render(rederive(replace(made, trials=trials)), tmp_path, "show")
     assert pictures(content) == [(16, 16)] * 3
     assert words.count("not scored analytic, no defence") == 3
-    assert any("a guess that stands alone: nobody knows the truth" in text for text in words)
+    assert any("Each guess stands alone: nobody knows the truth" in text for text in words)
 
 
 def test_long_tables_are_cut_and_say_so(tmp_path, words):
