@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would chat on stderr
 
@@ -39,6 +40,7 @@ from leakgauge.types import Batch, LocalTraining, Observation
 def plain(seen: Observation, training: LocalTraining) -> Callable[[Tensor, Tensor], Tensor]:
     """The textbook loop: d(1 − cos)/dx by double backward through all local steps of SGD."""
     model = ready(seen.model, training)
+    live = replace(seen.setting, model=model)
     buffers, names = dict(model.named_buffers()), list(seen.update)
     before = [model.get_parameter(name) for name in names]
     target = [seen.update[name] / (training.lr * training.steps) for name in names]
@@ -48,7 +50,7 @@ def plain(seen: Observation, training: LocalTraining) -> Callable[[Tensor, Tenso
         weights, total = before, None
         for step in range(training.steps):
             values = dict(zip(names, weights, strict=True)) | buffers
-            objective = loss(model, values, inputs, labels, training, step)
+            objective = loss(live, values, inputs, labels, training, step)
             gradient = torch.autograd.grad(objective, weights, create_graph=True)
             total = (
                 gradient if total is None else [a + g for a, g in zip(total, gradient, strict=True)]

@@ -252,6 +252,12 @@ class Iterative(Attack, Protocol):
     def shortened(self, iterations: int, restarts: int) -> Attack: ...
 
 
+class Restorer(Protocol):
+    """A guess (N, …) in, a better guess out: it sees neither the update nor the truth."""
+
+    def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Target(_Set):
     """What an attacker can prepare for before a round: the honest global model, what the protocol

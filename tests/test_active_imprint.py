@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 import torch
 from nouns import setting
-from test_active import SHAPE, TRAINING, host, images, seeded
+from test_active import SCALE, SHAPE, TRAINING, host, images, seeded
 from torch import Tensor, nn
 
 from leakgauge import data, models, threat
@@ -23,14 +23,14 @@ from leakgauge.attacks.active import Loki, RobbingTheFed, TrapWeights
 from leakgauge.attacks.active._imprint import best, neighbours, reader
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, simulate, tampered, target
-from leakgauge.fl.local import normalised
 from leakgauge.metrics import psnr
+from leakgauge.records import AS_THEY_ARE, Scale, record_of
 from leakgauge.types import (
-    ActiveAttack,
     Batch,
     Dataset,
     LocalTraining,
     Preparation,
+    PreparedAttack,
     Reconstruction,
     Round,
     Target,
@@ -40,8 +40,12 @@ from leakgauge.types import (
 needs_cifar = pytest.mark.skipif("LEAKGAUGE_DATA" not in os.environ, reason="needs CIFAR-10")
 
 
-def given(model: nn.Module, records: int = 16, clients: int = 1, public: int = 400) -> Target:
-    return Target(setting(model, SHAPE, 4), TRAINING, records, clients, images(public, 2))
+def given(model: nn.Module, clients: int = 1, public: int = 400, scale: Scale = SCALE) -> Target:
+    return Target(setting(model, SHAPE, 4, scale), TRAINING, 16, clients, images(public, 2))
+
+
+def entering(inputs: Tensor) -> Tensor:
+    return record_of(inputs, SCALE).entering(inputs)
 
 
 def round_of(*batches: Tensor, training: LocalTraining = TRAINING) -> Round:
@@ -50,16 +54,16 @@ def round_of(*batches: Tensor, training: LocalTraining = TRAINING) -> Round:
     shares = (1 / len(batches),) * len(batches)
     empty: tuple[dict[str, Tensor], ...] = ({},) * len(batches)
     sizes = tuple(len(x) for x in batches)
-    return Round(nn.Identity(), truths, empty, shares, {}, training, sizes, SHAPE, 4)
+    blank = setting(nn.Identity(), SHAPE, 4, SCALE)
+    return Round(blank, empty, shares, {}, training, sizes, truths=truths)
 
 
 def attacked(
-    attack: ActiveAttack, sent: Preparation, round_: Round, actor: threat.Actor = "server"
+    attack: PreparedAttack, sent: Preparation, round_: Round, actor: threat.Actor = "server"
 ) -> Reconstruction:
     played = tampered(round_, sent, seeded())
-    return attack.reconstruct(
-        threat.observe(played, ThreatModel(actor=actor, malicious=True)), seeded()
-    )
+    seen = threat.observe(played, ThreatModel(actor=actor, malicious=True), kept=sent.kept)
+    return attack.reconstruct(seen, seeded())
 
 
 def recovered(guess: Reconstruction, truth: Tensor, above: float = 50.0) -> int:
@@ -98,7 +102,7 @@ def test_convolutions_in_front_are_made_to_hand_the_image_on():
     entered: list[Tensor] = []
     model.fc1.register_forward_hook(lambda _, args, __: entered.append(args[0]))
     x = images(3, 5).inputs
-    model(normalised(x, TRAINING))
+    model(entering(x))
     torch.testing.assert_close(entered[0][:, : x[0].numel()], x.flatten(1))
     assert not entered[0][:, x[0].numel() :].any()
 
@@ -162,7 +166,7 @@ def test_wrong_sizes_and_missing_public_images_are_answered():
 def by_brightness(places: Sequence[float]) -> Tensor:
     """Images whose brightness, as the network sees it, is at these quantiles of the public."""
     public = images(400, 2).inputs
-    order = normalised(public, TRAINING).flatten(1).mean(1).argsort()
+    order = entering(public).flatten(1).mean(1).argsort()
     return public[order[[int(place * 400) for place in places]]]
 
 
@@ -214,7 +218,7 @@ def test_adam_is_refused_in_words():
 
 def test_rows_are_half_negative_and_the_rest_the_same_magnitudes_scaled():
     model = host("mlp", {"hidden": [6]})
-    no_scale = replace(given(model), training=replace(TRAINING, mean=(0.0,), std=(1.0,)))
+    no_scale = given(model, scale=AS_THEY_ARE)
     rows = TrapWeights(scale=0.9).prepare(no_scale, seeded()).models[0].fc1.weight.detach()
     for row in rows:
         negative, positive = -row[row < 0], row[row > 0]
@@ -232,11 +236,11 @@ def test_normalisation_is_folded_in():
     """The trapped layer answers as the rows would on pixels in [0, 1]."""
     model = host("mlp", {"hidden": [6]})
     x = images(5, 1).inputs
-    plain = replace(given(model), training=replace(TRAINING, mean=(0.0,), std=(1.0,)))
+    plain = given(model, scale=AS_THEY_ARE)
     on_pixels = TrapWeights().prepare(plain, seeded()).models[0].fc1
     folded = TrapWeights().prepare(given(model), seeded()).models[0].fc1
     torch.testing.assert_close(
-        folded(normalised(x, TRAINING).flatten(1)), on_pixels(x.flatten(1)), rtol=1e-4, atol=1e-4
+        folded(entering(x).flatten(1)), on_pixels(x.flatten(1)), rtol=1e-4, atol=1e-4
     )
 
 
@@ -274,7 +278,7 @@ def test_one_aggregate_shows_the_images_of_every_client_and_whose_they_are():
         own = [k for k, owner in enumerate(guess.facts["clients"]) if owner == client]
         assert recovered(replace(guess, inputs=guess.inputs[own]), owned, 60) == 3
     # The same imprint for all: records of two clients share bins, and the aggregate mixes them.
-    mixed = attacked(attack, Preparation(sent.models[:1], sent.secret), round_, "aggregate")
+    mixed = attacked(attack, replace(sent, models=sent.models[:1]), round_, "aggregate")
     assert recovered(mixed, torch.cat(clients[:2]), 60) == 0
     assert set(mixed.facts["clients"]) == {0}
 
@@ -288,7 +292,8 @@ def test_clients_differ_in_the_kernels_only():
 
 # --- CIFAR-10 ----------------------------------------------------------------------------------
 
-CIFAR = LocalTraining(batch_size=64, mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
+CIFAR = LocalTraining(batch_size=64)
+CIFAR_SCALE = Scale(mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
 FEDAVG = replace(CIFAR, batch_size=8, epochs=1)
 MLP = ("mlp", {"hidden": [512, 256]})
 CNN = ("cnn", {})
@@ -304,7 +309,7 @@ def cifar(whose: Literal["clients", "server"]) -> Dataset:
 
 
 def count(
-    attack: ActiveAttack,
+    attack: PreparedAttack,
     network: tuple[str, dict[str, object]],
     training: LocalTraining = CIFAR,
     above: float = 50.0,
@@ -319,13 +324,14 @@ def count(
         build = {"shape": (3, 32, 32), "classes": 10, "rng": seeded(seed)}
         scenario = Scenario(
             lambda: models.make(name, **build, **options),  # noqa: B023
-            cifar("clients"), training, clients, records=64,
+            cifar("clients"), training, clients, records=64, scale=CIFAR_SCALE,
         )  # fmt: skip
         round_ = simulate(scenario, rng)
         sent = attack.prepare(target(round_, cifar("server")), rng)
         round_ = tampered(round_, sent, rng)
         seen = ThreatModel(actor="aggregate" if clients > 1 else "server", malicious=True)
-        guess = attack.reconstruct(threat.observe(round_, seen), rng).inputs.flatten(1)
+        held = threat.observe(round_, seen, kept=sent.kept)
+        guess = attack.reconstruct(held, rng).inputs.flatten(1)
         truth = threat.covered(round_, seen).inputs.flatten(1)
         error = torch.cdist(guess.double(), truth.double()).square().min(0).values / truth.shape[1]
         counts.append(int((error < 10 ** (-above / 10)).sum()))

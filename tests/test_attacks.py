@@ -32,6 +32,7 @@ from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import decay
 from leakgauge.metrics.identify import reidentified
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.threat import check, covered, observe
 from leakgauge.types import (
     Attack,
@@ -69,9 +70,15 @@ def played(
     *,
     seed: int = 0,
     records: int | None = None,
+    scale: Scale = AS_THEY_ARE,
 ) -> Round:
     scenario = Scenario(
-        lambda: model, digits(), training or LocalTraining(), clients=2, records=records
+        lambda: model,
+        digits(),
+        training or LocalTraining(),
+        clients=2,
+        records=records,
+        scale=scale,
     )
     return simulate(scenario, seeded(seed))
 
@@ -387,19 +394,19 @@ def test_every_attack_has_an_exact_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "training",
+    ("training", "scale"),
     [
-        LocalTraining(lr=0.1, steps=5),
-        LocalTraining(lr=0.1, steps=5, momentum=0.9),
-        LocalTraining(lr=0.1, weight_decay=0.3),
-        LocalTraining(lr=0.1, steps=5, momentum=0.9, weight_decay=0.3),
-        LocalTraining(lr=0.1, mean=(0.3,), std=(0.2,)),
-        LocalTraining(lr=0.1, steps=3, weight_decay=0.1, mean=(0.3,), std=(0.2,)),
+        (LocalTraining(lr=0.1, steps=5), AS_THEY_ARE),
+        (LocalTraining(lr=0.1, steps=5, momentum=0.9), AS_THEY_ARE),
+        (LocalTraining(lr=0.1, weight_decay=0.3), AS_THEY_ARE),
+        (LocalTraining(lr=0.1, steps=5, momentum=0.9, weight_decay=0.3), AS_THEY_ARE),
+        (LocalTraining(lr=0.1), Scale((0.3,), (0.2,))),
+        (LocalTraining(lr=0.1, steps=3, weight_decay=0.1), Scale((0.3,), (0.2,))),
     ],
     ids=["steps", "momentum", "decay", "momentum and decay", "normalised", "all"],
 )
-def test_analytic_is_exact_after_any_training_by_sgd(training: LocalTraining) -> None:
-    round_ = played(network("mlp", hidden=(32,), activation="sigmoid"), training)
+def test_analytic_is_exact_after_any_training_by_sgd(training: LocalTraining, scale: Scale) -> None:
+    round_ = played(network("mlp", hidden=(32,), activation="sigmoid"), training, scale=scale)
     guess, truth = attacked(Analytic(), round_)
     assert float(metrics.psnr(guess.inputs, truth.inputs)) > 100
 

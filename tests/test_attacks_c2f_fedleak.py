@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -20,6 +21,7 @@ from leakgauge.attacks._objectives import Distance, cosine
 from leakgauge.data.digits import digits
 from leakgauge.errors import InputError
 from leakgauge.fl import Scenario, simulate
+from leakgauge.records import Scale
 from leakgauge.threat import observe
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources, ThreatModel
 
@@ -154,7 +156,7 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weight(0.5) == coarse_to_fine.tv_weight(8)
     assert guess.history == first["guess"].history + second["guess"].history
     assert torch.equal(guess.inputs, second["guess"].inputs)
-    assert guess.facts["iterations"] == 50
+    assert guess.iterations == 50
 
 
 def test_the_coarse_stage_can_be_run_alone() -> None:
@@ -164,7 +166,7 @@ def test_the_coarse_stage_can_be_run_alone() -> None:
     alone = CoarseToFine(iterations=20, coarse=1.0).reconstruct(seen, seeded(3))
     assert both.history[:20] == alone.history
     assert both.facts["coarse_iterations"] == 20
-    assert both.facts["coarse_objective"] == alone.facts["objectives"][0]
+    assert both.facts["coarse_objective"] == alone.objectives[0]
     assert both.facts["coarse_distance"] == alone.residual
     assert not torch.equal(both.inputs, alone.inputs)
 
@@ -261,9 +263,10 @@ def test_activations_are_summed_over_the_layers_between() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Dropout(0.9), nn.Linear(3, 2)
     )
-    training = LocalTraining(mean=(0.5,), std=(0.25,), dropout="replayed")
+    training = LocalTraining(dropout="replayed")
     x = torch.rand(3, 1, 2, 2, generator=seeded()).requires_grad_()
-    penalty = fedleak.activations(model, training, Resources())
+    scaled = setting(model, x, scale=Scale((0.5,), (0.25,)))
+    penalty = fedleak.activations(scaled, training, Resources())
     z = (x - 0.5).flatten(1) / 0.25
     h = nn.functional.linear(z, model[1].weight, model[1].bias)
     # flattened input, linear, ReLU, and the dropout that is off

@@ -25,6 +25,7 @@ from leakgauge.attacks.hfgradinv import layer_sets, tail
 from leakgauge.attacks.sapag import kernels
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.threat import check, covered, observe
 from leakgauge.types import (
     Batch,
@@ -98,13 +99,15 @@ def attacked(
     grants: frozenset[Any] = frozenset({"training", "records"}),
     model: nn.Module | None = None,
     records: int | None = None,
+    scale: Scale = AS_THEY_ARE,
 ) -> tuple[Observation, Batch]:
     rng = seeded(3)
     data = Dataset("noise", torch.rand(40, 1, 8, 8, generator=rng), torch.arange(40) % 10,
                    tuple("abcdefghij"))  # fmt: skip
     training = training or LocalTraining(batch_norm="eval", batch_size=2)
     made = model or net()
-    round_ = simulate(Scenario(lambda: made, data, training, records=records), rng)
+    scenario = Scenario(lambda: made, data, training, records=records, scale=scale)
+    round_ = simulate(scenario, rng)
     threat = ThreatModel(grants=grants)
     return observe(round_, threat), covered(round_, threat)
 
@@ -301,11 +304,11 @@ def test_gradinversion_matches_the_relative_squared_distance() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_the_batch_norm_prior_is_zero_at_the_truth_and_nowhere_else(mode: Any) -> None:
-    training = LocalTraining(batch_norm=mode, batch_size=4, mean=(0.4,), std=(0.3,))
-    seen, truth = attacked(training, grants=frozenset({"statistics"}))
+    training = LocalTraining(batch_norm=mode, batch_size=4)
+    seen, truth = attacked(training, grants=frozenset({"statistics"}), scale=Scale((0.4,), (0.3,)))
     assert seen.statistics is not None
     assert list(seen.statistics) == ["1", "4"]
-    penalty = batch_norm(seen.model, training, seen.statistics)
+    penalty = batch_norm(seen.setting, training, seen.statistics)
     assert float(penalty(truth.inputs)) < 1e-10
     assert float(penalty(1 - truth.inputs)) > 1e-3
     x = (1 - truth.inputs).double().requires_grad_()
@@ -321,7 +324,7 @@ def test_the_batch_norm_prior_is_relative_to_what_is_expected() -> None:
     expected = (4 * 0.25) / (2 * variance).sum() + variance.square().sum() / (
         2 * variance
     ).square().sum()
-    found = batch_norm(seen.model, training, shifted)(truth.inputs)
+    found = batch_norm(seen.setting, training, shifted)(truth.inputs)
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -388,7 +391,7 @@ def test_seeds_advance_together_in_rounds_towards_their_mean() -> None:
     assert found.inputs.unique().tolist() == [32.0]  # the seed that fits best
     assert found.history == (3.0,) * 2 + (6.0,) * 3 + (9.0,) * 2 + (12.0,) * 3
     assert found.notes == ("seen once",)
-    assert found.facts["iterations"] == 30
+    assert found.iterations == 30
     assert found.facts["residuals"] == [3.0, 2.0, 1.0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import board
 import board_rows
 import pytest
+import sources
 import torch
 
 from leakgauge import attacks
@@ -157,6 +159,23 @@ def test_a_killed_board_goes_on_where_it_was(only, monkeypatch, tmp_path):
     assert list(board.outcomes(tmp_path, only)) == [0, 1]
 
 
+def test_a_run_notes_the_commit_and_the_code_that_made_it(only, monkeypatch, tmp_path):
+    monkeypatch.setattr(board, "commit", lambda: "c0ffee")
+    board.main(["--cheap", "--state", str(tmp_path)])
+    code = sources.digest("leakgauge.attacks.inverting_gradients")
+    assert [(o["commit"], o["code"]) for o in lines(tmp_path)] == [("c0ffee", code)] * 2
+
+
+def test_again_runs_what_is_older_than_its_code(only, monkeypatch, tmp_path):
+    kept(only, tmp_path, 0, [10.0], code="of another day")
+    kept(only, tmp_path, 1, [10.0])
+    ran, execute = [], board.execute
+    monkeypatch.setattr(board, "execute", lambda row, run: ran.append(run) or execute(row, run))
+    for again, runs in (([], []), (["--again"], [0]), (["--again"], [0])):
+        assert board.main(["--cheap", "--state", str(tmp_path), *again]) == 0
+        assert ran == runs
+
+
 def test_the_same_run_gives_the_same_outcome(row):
     first, second = (board.execute(row, 1) for _ in range(2))
     for outcome in (first, second):
@@ -240,7 +259,7 @@ def kept(row, state, run, psnr, **more):
         "row": row.fingerprint, "run": run, "status": "done", "weights": run, "cpu_seconds": 7.0,
         "psnr": psnr, "affine_psnr": [p + 1 for p in psnr], "mean_image_psnr": [9.0] * len(psnr),
         "mean_image_affine_psnr": [11.0] * len(psnr), "labels": 1.0, "options": {},
-        "facts": {"iterations": 40},
+        "facts": {"iterations": 40}, "commit": "c0ffee0" * 5, "code": board.code_of(row),
     }  # fmt: skip
     board.keep(state, row, outcome | more)
 
@@ -255,6 +274,26 @@ def test_a_row_of_the_page(row, tmp_path):
     )
     assert "| *mean image (knows nothing)* | – | 9.0 (9.0 to 9.0) | 0% | – | – | 4 |" in page
     assert "affine |" not in page
+
+
+def test_rows_that_are_older_than_their_code_are_marked(row, tmp_path):
+    row = replace(row, runs=4)
+    kept(row, tmp_path, 0, [10.0])
+    page = board.render(tmp_path, [row])
+    assert "| inverting-gradients | –" in page
+    assert "0 of 1 rows were from before runs noted their\ncommit (†), and of 0 the code" in page
+    kept(row, tmp_path, 1, [10.0], code="of another day")
+    kept(row, tmp_path, 2, [10.0], code="of another day", commit="beef" * 10 + " with changes")
+    page = board.render(tmp_path, [row])
+    assert "| inverting-gradients ‡ c0ffee0, beefbee with changes |" in page
+    assert "and of 1 the code had changed" in page
+    board.keep(tmp_path, row, old := board.outcomes(tmp_path, row)[0] | {"run": 3})
+    assert "‡" in board.render(tmp_path, [row])
+    del old["code"], old["commit"]
+    board.keep(tmp_path, row, old)
+    page = board.render(tmp_path, [row])
+    assert "| inverting-gradients † |" in page
+    assert "1 of 1 rows were from before" in page
 
 
 def test_train_mode_shows_the_affine_score(row, monkeypatch, tmp_path):
@@ -336,8 +375,15 @@ def test_cheap_rows_give_what_the_board_publishes(tmp_path, monkeypatch):
 
 
 def test_the_page_is_that_of_the_state():
-    """docs/board.md was rendered after the last run."""
-    assert board.PAGE.read_text(encoding="utf-8") == board.render(board.STATE, board.ROWS)
+    """docs/board.md was rendered after the last run. Its marks are of the code of that day."""
+
+    def unmarked(page: str) -> str:
+        page = re.sub(r"\*\*Age\.\*\*.*?\n\n", "", page, count=1, flags=re.DOTALL)
+        return re.sub(r" [†‡][^|\n]* \|", " |", page)
+
+    written = board.PAGE.read_text(encoding="utf-8")
+    assert "**Age.**" in written
+    assert unmarked(written) == unmarked(board.render(board.STATE, board.ROWS))
 
 
 def test_tuning_runs_on_tune_pairs_and_keeps_nothing(row, monkeypatch, tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 from nouns import setting
 from scipy.integrate import quad
 from scipy.stats import kstest
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakgauge.config import build
 from leakgauge.defences import DEFENCES, Clip, ClipAndNoise, Prune
@@ -20,16 +20,19 @@ from leakgauge.defences.clip_and_noise import gaussian_sigma
 from leakgauge.errors import PlanError
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
-from leakgauge.tensors import norm, scale, subtract
+from leakgauge.tensors import norm, scale, spawned, subtract
 from leakgauge.types import (
     Batch,
     BatchDefence,
     Defence,
     GradientDefence,
+    Here,
     LocalTraining,
     Named,
     UpdateDefence,
 )
+
+HERE = Here(setting(nn.Identity(), (3, 8, 8)))
 
 SAMPLES: list[Defence] = [
     Clip(norm=0.5),
@@ -76,7 +79,7 @@ def test_a_plan_builds_it_from_its_defaults(name):
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_the_update_changes_and_the_input_does_not(defence, update):
     before = {name: value.clone() for name, value in update.items()}
-    sent = defence.on_update(update, seeded(1))
+    sent = defence.on_update(update, HERE, seeded(1))
     assert same(update, before)
     assert all(not torch.equal(sent[name], update[name]) for name in update)
     assert list(sent) == list(update)
@@ -87,13 +90,13 @@ def test_the_update_changes_and_the_input_does_not(defence, update):
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_same_seed_same_bytes(defence, update):
-    first = defence.on_update(update, seeded(1))
-    assert same(first, defence.on_update(update, seeded(1)))
+    first = defence.on_update(update, HERE, seeded(1))
+    assert same(first, defence.on_update(update, HERE, seeded(1)))
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_double_precision_stays_double(defence, update):
-    sent = defence.on_update({n: v.double() for n, v in update.items()}, seeded())
+    sent = defence.on_update({n: v.double() for n, v in update.items()}, HERE, seeded())
     assert all(value.dtype == torch.float64 for value in sent.values())
 
 
@@ -102,7 +105,8 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
     training = LocalTraining(lr=0.5, batch_size=4, steps=2)
     plain = train(setting(model, batch), batch, training, seeded(1)).update
     sent = train(setting(model, batch), batch, training, seeded(1), defence).update
-    assert same(sent, defence.on_update(plain, seeded(1)))
+    own = spawned(seeded(1), "defence/0/0")  # its randomness moves nothing else
+    assert same(sent, defence.on_update(plain, HERE, own))
     assert not same(sent, plain)
 
 
@@ -135,7 +139,7 @@ def test_bad_values_are_refused(name, table, words):
 
 
 def test_a_long_update_is_cut_to_the_norm_and_keeps_its_direction(update, rng):
-    sent = Clip(norm=0.25).on_update(update, rng)
+    sent = Clip(norm=0.25).on_update(update, HERE, rng)
     assert norm(sent) == pytest.approx(0.25, rel=1e-6)
     factor = 0.25 / norm(update)
     for name, value in update.items():
@@ -144,7 +148,7 @@ def test_a_long_update_is_cut_to_the_norm_and_keeps_its_direction(update, rng):
 
 def test_a_layer_is_cut_to_the_norm_by_itself(update, rng):
     short = {**update, "c": torch.tensor([0.1])}
-    sent = Clip(norm=0.25, scope="layer").on_update(short, rng)
+    sent = Clip(norm=0.25, scope="layer").on_update(short, HERE, rng)
     for name in update:
         assert norm({name: sent[name]}) == pytest.approx(0.25, rel=1e-6)
         torch.testing.assert_close(
@@ -155,9 +159,9 @@ def test_a_layer_is_cut_to_the_norm_by_itself(update, rng):
 
 @pytest.mark.parametrize("scope", ["whole", "layer"])
 def test_a_short_update_is_untouched(update, rng, scope):
-    assert same(Clip(norm=1.01 * norm(update), scope=scope).on_update(update, rng), update)
+    assert same(Clip(norm=1.01 * norm(update), scope=scope).on_update(update, HERE, rng), update)
     zeros = scale(update, 0.0)
-    assert same(Clip(norm=1.0, scope=scope).on_update(zeros, rng), zeros)
+    assert same(Clip(norm=1.0, scope=scope).on_update(zeros, HERE, rng), zeros)
 
 
 # --- noise -------------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def test_the_noise_of_the_papers_is_their_formula():
 def test_the_noise_is_gaussian_of_the_stated_size_around_the_clipped_update(calibration, bound):
     defence = ClipAndNoise(epsilon=5.0, norm=bound, calibration=calibration)
     update = {"a": torch.randn(200, 500, generator=seeded(3)), "b": torch.ones(100_000)}
-    sent = defence.on_update(update, seeded(4))
+    sent = defence.on_update(update, HERE, seeded(4))
     noise = subtract(sent, scale(update, bound / norm(update)))
     spread = defence.sigma() * bound
     for value in noise.values():
@@ -226,20 +230,20 @@ def test_the_noise_is_gaussian_of_the_stated_size_around_the_clipped_update(cali
         assert kstest(value.flatten().numpy() / spread, "norm").pvalue > 1e-3
     overlap = float((noise["a"].flatten() * noise["b"]).mean()) / spread**2
     assert abs(overlap) < 0.02  # each tensor has noise of its own
-    again = defence.on_update(update, seeded(5))
+    again = defence.on_update(update, HERE, seeded(5))
     assert not torch.equal(sent["a"], again["a"])
 
 
 def test_a_short_update_is_not_stretched_before_the_noise():
     update = {"a": torch.full((100_000,), 1e-5)}
-    sent = ClipAndNoise(epsilon=1e10, norm=1.0).on_update(update, seeded())
+    sent = ClipAndNoise(epsilon=1e10, norm=1.0).on_update(update, HERE, seeded())
     assert float(sent["a"].mean()) == pytest.approx(1e-5, rel=0.01)
 
 
 def test_with_a_huge_epsilon_only_the_clipping_is_left(update):
-    clipped = Clip(norm=1.0).on_update(update, seeded())
+    clipped = Clip(norm=1.0).on_update(update, HERE, seeded())
     distances = [
-        norm(subtract(ClipAndNoise(epsilon).on_update(update, seeded(1)), clipped))
+        norm(subtract(ClipAndNoise(epsilon).on_update(update, HERE, seeded(1)), clipped))
         for epsilon in (1.0, 1e2, 1e5, 1e14)
     ]
     assert distances == sorted(distances, reverse=True)
@@ -255,10 +259,10 @@ def test_exactly_the_share_is_removed_and_the_largest_stay(share):
         "a": torch.randn(40, 25, generator=seeded()),
         "b": 9 * torch.randn(2000, generator=seeded(1)),
     }
-    sent = Prune(share).on_update(update, seeded())
+    sent = Prune(share).on_update(update, HERE, seeded())
     for name, value in sent.items():
         check_pruned(update[name].flatten(), value.flatten(), share)
-    whole = Prune(share, scope="whole").on_update(update, seeded())
+    whole = Prune(share, scope="whole").on_update(update, HERE, seeded())
     flat = [torch.cat([u[n].flatten() for n in update]) for u in (update, whole)]
     check_pruned(*flat, share)
     if 0 < share < 0.9:
@@ -275,7 +279,7 @@ def check_pruned(before: Tensor, after: Tensor, share: float) -> None:
 
 def test_a_small_tensor_keeps_its_largest_entry():
     update = {"a": torch.tensor([1.0, -3.0, 2.0]), "b": torch.tensor([0.1])}
-    sent = Prune(0.99).on_update(update, seeded())
+    sent = Prune(0.99).on_update(update, HERE, seeded())
     assert {n: v.tolist() for n, v in sent.items()} == {
         "a": [0.0, -3.0, 0.0],
         "b": [pytest.approx(0.1)],
@@ -285,30 +289,37 @@ def test_a_small_tensor_keeps_its_largest_entry():
 @pytest.mark.parametrize("scope", ["layer", "whole"])
 def test_ties_do_not_change_the_share(scope):
     update = {"a": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])}
-    assert int((Prune(0.3, scope).on_update(update, seeded())["a"] == 0).sum()) == 3
+    assert int((Prune(0.3, scope).on_update(update, HERE, seeded())["a"] == 0).sum()) == 3
 
 
 # --- the hooks ---------------------------------------------------------------------------------
 
 
-class Doubled:
+class Silent:
+    """Tells nothing of itself."""
+
+    def announced(self) -> dict[str, object]:
+        return {}
+
+
+class Doubled(Silent):
     """A gradient defence: what every local step sees is twice the gradient."""
 
     def __init__(self) -> None:
         self.seen: list[Named] = []
 
-    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named:
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
         self.seen.append(gradient)
         return scale(gradient, 2.0)
 
 
-class Mirrored:
+class Mirrored(Silent):
     """A batch defence: left and right change places, and so do the classes."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch:
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
         self.calls += 1
         return Batch(batch.inputs.flip(-1), 3 - batch.labels)
 
@@ -321,15 +332,15 @@ class Everything(Doubled, Mirrored):
         Mirrored.__init__(self)
         self.order: list[str] = []
 
-    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch:
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
         self.order.append("batch")
-        return super().on_batch(batch, rng)
+        return super().on_batch(batch, here, rng)
 
-    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named:
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
         self.order.append("gradient")
-        return super().on_gradient(gradient, rng)
+        return super().on_gradient(gradient, here, rng)
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         self.order.append("update")
         return scale(update, -1.0)
 
@@ -366,12 +377,9 @@ def test_the_hooks_are_called_in_the_order_of_the_training(model, batch, rng):
     defence = Everything()
     defended = train(setting(model, batch), batch, training, rng, defence).update
     assert defence.order == ["batch", "gradient", "gradient", "update"]
-    by_hand = train(
-        model,
-        Batch(batch.inputs.flip(-1), 3 - batch.labels),
-        LocalTraining(lr=0.2, batch_size=4, steps=2),
-        rng,
-    ).update
+    mirrored = Batch(batch.inputs.flip(-1), 3 - batch.labels)
+    faster = LocalTraining(lr=0.2, batch_size=4, steps=2)
+    by_hand = train(setting(model, mirrored), mirrored, faster, rng).update
     assert same(defended, scale(by_hand, -1.0))
 
 

@@ -24,6 +24,7 @@ from leakgauge.detectors.probe import dominance, isolated, neighbours, run, slot
 from leakgauge.detectors.warm_up import z_scores
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.fl.local import train
+from leakgauge.records import Scale, record_of
 from leakgauge.types import Batch, History, LocalTraining, Received, ThreatModel
 
 TRAINING = LocalTraining(lr=0.05, batch_size=32, steps=4, momentum=0.9)
@@ -511,14 +512,17 @@ def test_the_first_model_is_compared_with_own_initialisations():
     assert not inspected(WarmUp(), mlp(0), batch)  # nothing to compare with
 
 
+SCALE = Scale(mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+
 # --- real images ----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif("LEAKGAUGE_DATA" not in os.environ, reason="needs CIFAR-10")
 def test_on_cifar_honest_networks_pass_and_attacks_do_not():
     images = data.load("cifar10", split="test")
-    batch = Batch(images.inputs[:64], images.labels[:64])
-    training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+    entering = record_of(images.inputs, SCALE).entering(images.inputs[:64])
+    batch = Batch(entering, images.labels[:64])
+    training = LocalTraining(batch_size=64)
     fresh = mlp(1, hidden=(256, 64), side=32)
     for seed in range(3):
         model = mlp(seed, hidden=(256, 64), side=32)
@@ -536,14 +540,17 @@ def test_on_cifar_honest_networks_pass_and_attacks_do_not():
 @pytest.mark.parametrize("attack", [RobbingTheFed(), TrapWeights()])
 def test_isolation_predicts_what_the_attacks_recover(attack, rng):
     train_set, test_set = (data.load("cifar10", split=s) for s in ("train", "test"))
-    training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
-    scenario = Scenario(lambda: mlp(hidden=(512, 256), side=32), test_set, training)
+    training = LocalTraining(batch_size=64)
+    scenario = Scenario(lambda: mlp(hidden=(512, 256), side=32), test_set, training, scale=SCALE)
     honest = simulate(scenario, rng)
-    round_ = tampered(honest, attack.prepare(target(honest, train_set), rng), rng)
-    guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), rng)
+    sent = attack.prepare(target(honest, train_set), rng)
+    round_ = tampered(honest, sent, rng)
+    seen = observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+    guess = attack.reconstruct(seen, rng)
     truth = round_.truths[0]
     apart = torch.cdist(truth.inputs.flatten(1), guess.inputs.flatten(1)).amin(1)
     recovered = int((apart < math.sqrt(3072) * 10 ** (-40 / 20)).sum())  # above 40 dB
-    found = isolation(round_.model, truth, training)
+    entering = Batch(seen.record.entering(truth.inputs), truth.labels)
+    found = isolation(seen.model, entering, training)
     assert abs(found.count - recovered) <= 6
     assert recovered >= 20

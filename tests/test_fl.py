@@ -15,10 +15,15 @@ from leakgauge.errors import InputError
 from leakgauge.fl import Scenario, aggregate, simulate
 from leakgauge.fl.local import advance, loss, minibatches, ready, start, train
 from leakgauge.fl.partition import LabelSkew, QuantitySkew
+from leakgauge.records import Classes, Images, Scale
 from leakgauge.tensors import norm, parameters, subtract
-from leakgauge.types import Batch, Dataset, LocalTraining, Named
+from leakgauge.types import Batch, Dataset, LocalTraining, Named, Setting
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def scaled(model: nn.Module, batch: Batch) -> Setting:
+    return setting(model, batch, scale=Scale(MEAN, STD))
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -28,7 +33,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def by_torch(model: nn.Module, batch: Batch, training: LocalTraining) -> nn.Module:
     """The trained model, as a user would write it: modules, backward() and torch.optim.
 
-    Minibatches in order; `batch_size` must divide the records.
+    Records are normalised by MEAN and STD, and taken in order; `batch_size` must divide them.
     """
     model = copy.deepcopy(model).train()
     for layer in model.modules():
@@ -41,7 +46,7 @@ def by_torch(model: nn.Module, batch: Batch, training: LocalTraining) -> nn.Modu
     optimiser = kind(
         model.parameters(), lr=training.lr, weight_decay=training.weight_decay, **options
     )
-    mean, std = (batch.inputs.new_tensor(v)[:, None, None] for v in (training.mean, training.std))
+    mean, std = (batch.inputs.new_tensor(v)[:, None, None] for v in (MEAN, STD))
     chunks = list(zip(batch.inputs.split(training.batch_size),
                       batch.labels.split(training.batch_size), strict=True))  # fmt: skip
     with torch.random.fork_rng():
@@ -80,7 +85,7 @@ def distance(left: Named, right: Named) -> float:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mode):
-    training = LocalTraining(lr=0.03, batch_size=12, batch_norm=mode, mean=MEAN, std=STD)
+    training = LocalTraining(lr=0.03, batch_size=12, batch_norm=mode)
     model.train()
     model.norm.train(mode == "train")
     model.drop.eval()
@@ -88,7 +93,7 @@ def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mod
     copied = copy.deepcopy(model)
     F.cross_entropy(copied(inputs), batch.labels).backward()
     gradient = {name: 0.03 * p.grad for name, p in copied.named_parameters()}
-    assert distance(train(setting(model, batch), batch, training, rng).update, gradient) < 1e-6
+    assert distance(train(scaled(model, batch), batch, training, rng).update, gradient) < 1e-6
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -97,13 +102,13 @@ def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mod
 def test_steps_of_sgd_are_those_of_torch_to_the_last_bit(model, batch, rng, mode, decay, momentum):
     training = LocalTraining(
         lr=0.07, batch_size=4, steps=5, momentum=momentum, weight_decay=decay, batch_norm=mode,
-        mean=MEAN, std=STD, sends="weights",
+        sends="weights",
     )  # fmt: skip
     after = by_torch(model, batch, training)
-    trained = train(setting(model, batch), batch, training, rng)
+    trained = train(scaled(model, batch), batch, training, rng)
     assert_same(trained.update, moved(model, after))
     assert_same(trained.buffers, dict(after.named_buffers()))
-    summed = train(setting(model, batch), batch, replace(training, sends="update"), rng).update
+    summed = train(scaled(model, batch), batch, replace(training, sends="update"), rng).update
     assert distance(summed, trained.update) < 1e-5
 
 
@@ -113,16 +118,16 @@ def test_steps_of_adam_are_those_of_torch(model, batch, rng, decay):
     # it by its own size: eval mode in float32, both in float64.
     training = LocalTraining(
         optimiser="adam", lr=0.01, batch_size=4, steps=5, weight_decay=decay, batch_norm="eval",
-        mean=MEAN, std=STD, sends="weights",
+        sends="weights",
     )  # fmt: skip
     after = by_torch(model, batch, training)
-    trained = subtract(parameters(model), train(setting(model, batch), batch, training, rng).update)
+    trained = subtract(parameters(model), train(scaled(model, batch), batch, training, rng).update)
     assert distance(trained, parameters(after)) < 1e-6
     model, batch = model.double(), Batch(batch.inputs.double(), batch.labels)
     for mode in ("eval", "train"):
         training = replace(training, batch_norm=mode)
         moves = moved(model, by_torch(model, batch, training))
-        assert distance(train(setting(model, batch), batch, training, rng).update, moves) < 1e-9
+        assert distance(train(scaled(model, batch), batch, training, rng).update, moves) < 1e-9
 
 
 def test_the_modes_of_batch_norm_differ_and_only_train_mode_moves_the_statistics(model, batch, rng):
@@ -140,9 +145,8 @@ def test_the_modes_of_batch_norm_differ_and_only_train_mode_moves_the_statistics
 def test_sent_weights_are_rounded_and_a_sent_update_is_not(model, batch, rng):
     """A step far below a weight's last digit survives in the update only."""
     training = LocalTraining(lr=1e-7, batch_size=12)
-    exact = train(
-        copy.deepcopy(model).double(), Batch(batch.inputs.double(), batch.labels), training, rng
-    ).update
+    precise = Batch(batch.inputs.double(), batch.labels)
+    exact = train(setting(copy.deepcopy(model).double(), precise), precise, training, rng).update
     as_update = train(setting(model, batch), batch, training, rng).update
     as_weights = train(setting(model, batch), batch, replace(training, sends="weights"), rng).update
     assert distance(as_update, exact) < 1e-5
@@ -195,18 +199,18 @@ def test_training_on_shuffled_records_is_training_on_them_in_that_order(model, b
 
 
 def test_dropout_is_off_or_replayed_from_its_seed(model, batch, rng):
-    training = LocalTraining(lr=0.1, batch_size=4, steps=2, sends="weights", mean=MEAN, std=STD)
-    off = train(setting(model, batch), batch, training, rng).update
+    training = LocalTraining(lr=0.1, batch_size=4, steps=2, sends="weights")
+    off = train(scaled(model, batch), batch, training, rng).update
     assert_same(off, moved(model, by_torch(model, batch, training)))
 
     replayed = replace(training, dropout="replayed", dropout_seed=7)
-    first = train(setting(model, batch), batch, replayed, rng).update
+    first = train(scaled(model, batch), batch, replayed, rng).update
     assert_same(first, moved(model, by_torch(model, batch, replayed)))  # step t: seed 7 + t
     torch.rand(5)  # whatever else is drawn meanwhile
-    assert_same(first, train(setting(model, batch), batch, replayed, rng).update)
+    assert_same(first, train(scaled(model, batch), batch, replayed, rng).update)
     assert differ(first, off)
     assert differ(
-        first, train(setting(model, batch), batch, replace(replayed, dropout_seed=8), rng).update
+        first, train(scaled(model, batch), batch, replace(replayed, dropout_seed=8), rng).update
     )
 
 
@@ -240,8 +244,8 @@ def test_the_model_passed_in_is_untouched(model, batch, rng):
 
 def test_a_frozen_layer_is_not_in_the_update(model, batch, rng):
     model.conv.requires_grad_(False)
-    training = LocalTraining(lr=0.1, batch_size=4, steps=3, sends="weights", mean=MEAN, std=STD)
-    trained = train(setting(model, batch), batch, training, rng)
+    training = LocalTraining(lr=0.1, batch_size=4, steps=3, sends="weights")
+    trained = train(scaled(model, batch), batch, training, rng)
     assert set(trained.update) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
     assert_same(trained.update, moved(model, by_torch(model, batch, training)))
 
@@ -257,7 +261,7 @@ def test_the_update_holds_no_graph(model, batch, rng):
 
 def test_loss_takes_classes_or_probabilities(model, batch):
     training = LocalTraining(batch_norm="eval")
-    net, values = ready(model, training), parameters(model)
+    net, values = setting(ready(model, training), batch), parameters(model)
     as_classes = loss(net, values, batch.inputs, batch.labels, training)
     soft = F.one_hot(batch.labels, 4).float()
     torch.testing.assert_close(loss(net, values, batch.inputs, soft, training), as_classes)
@@ -354,12 +358,8 @@ def indices(data: Dataset, batch: Batch) -> list[int]:
 def test_a_round_is_what_its_clients_did(model, easy, rng, server):
     training = LocalTraining(lr=0.1, batch_size=4, steps=2)
     played = simulate(scenario(model, easy, training=training, clients=3, records=8, **server), rng)
-    assert (played.sizes, played.shape, played.classes, played.index) == (
-        (8, 8, 8),
-        (3, 8, 8),
-        4,
-        0,
-    )
+    assert (played.sizes, played.index) == ((8, 8, 8), 0)
+    assert (played.record, played.task) == (Images((3, 8, 8)), Classes(4))
     assert_same(dict(played.model.state_dict()), dict(model.state_dict()))
     taken = [i for truth in played.truths for i in indices(easy, truth)]
     assert len(set(taken)) == 24

@@ -28,6 +28,7 @@ from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy, calibrate
 from leakgauge.guard import guard as guards
 from leakgauge.guard import policy as policies
+from leakgauge.records import Scale
 from leakgauge.tensors import parameters, subtract
 from leakgauge.types import Batch, Detection, LocalTraining
 
@@ -814,7 +815,8 @@ def test_a_written_policy_reads_the_same(tmp_path):
             refuse_exposed=False,
             thresholds={"head-gain": 4.5},
         ),
-        LocalTraining(lr=0.2, mean=(0.1, 0.2, 0.3)),
+        LocalTraining(lr=0.2),
+        Scale(mean=(0.1, 0.2, 0.3)),
     )
     policies.write(tmp_path / "p.toml", settings, ["why it is so"])
     assert policies.read(tmp_path / "p.toml") == settings

@@ -58,6 +58,7 @@ class Scripted:
         self.distances: list[Distance] = []
         self.mode = "scripted"
         self.notes = ["a note of the engine"]
+        self.differed: float | None = None
 
     def __call__(self, *_: Any, device: str, dtype: torch.dtype, **__: Any) -> Scripted:
         self.device, self.dtype = torch.device(device), dtype
@@ -281,8 +282,8 @@ def test_the_restart_of_lowest_objective_wins(script: Callable[..., Scripted]) -
     assert guess.residual == 1
     assert guess.history == guess.distances == (5, 1)
     assert torch.equal(guess.inputs, engine.inputs[3])
-    assert guess.facts["objectives"] == [2, 1, 4]
-    assert guess.facts["iterations"] == 6
+    assert guess.objectives == (2, 1, 4)
+    assert guess.iterations == 6
     starts = [engine.inputs[k] for k in (0, 2, 4)]
     assert not torch.equal(starts[0], starts[1])
     assert not torch.equal(starts[1], starts[2])
@@ -341,7 +342,7 @@ def test_a_restart_cut_short_in_an_earlier_phase_does_not_win(
         Adam(lr=0.05), 4, restarts=2, distance=Phases(halves), resources=Resources(seconds=4.5)
     )
     assert guess.residual == 8
-    assert guess.facts["objectives"] == [8, 0.5]
+    assert guess.objectives == (8, 0.5)
 
 
 def test_lbfgs_searches_anew_when_the_distance_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,7 +553,7 @@ def test_the_time_budget_stops_early_with_a_note_and_a_valid_guess(
         )  # fmt: skip
         assert len(engine.inputs) == 3
         assert guess.notes[-1] == "stopped by the time budget of 2.5 s after 3 of 20 iterations"
-        assert guess.facts["iterations"] == 3
+        assert guess.iterations == 3
         assert guess.inputs.shape == (2, *SHAPE)
         best = min(range(3), key=lambda k: guess.history[k])
         assert torch.equal(guess.inputs, engine.inputs[best])

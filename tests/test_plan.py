@@ -33,6 +33,10 @@ TINY = {
     "attack": [{"name": "analytic"}],
     "audit": {"exact": False},
 }
+MOVED = (
+    r"^federation\.training: mean and std say how records are normalised: move them to the table "
+    r"\[federation\.record\]$"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +153,11 @@ def test_a_message_names_the_key_by_its_path():
         ("federation.training.lr", -0.1, "lr must be positive"),
         ("federation.training.lr", math.inf, "lr: expected a finite number, got inf"),
         ("federation.training.lr", math.nan, "lr: expected a finite number, got nan"),
-        ("federation.training.std", [0.0], "std must be positive"),
-        ("federation.training.mean", [0.1, 0.2], "1 channels"),
-        ("federation.training.std", [0.1, 0.2, 0.3], "1 channels"),
+        ("federation.record.std", [0.0], "std must be positive"),
+        ("federation.record.mean", [0.1, 0.2], "1 channels"),
+        ("federation.record.std", [0.1, 0.2, 0.3], "1 channels"),
+        ("federation.training.mean", [0.5], MOVED),
+        ("federation.training.std", [0.5], MOVED),
         ("federation.model", 3, "expected text"),
         ("federation.model", {"name": 3}, "expected text"),
         ("federation.data", {"name": 3}, "expected text"),

@@ -26,6 +26,7 @@ from leakgauge.attacks.smooth_to_sharp import (
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos
 from leakgauge.fl.local import train
+from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
 
 
@@ -88,10 +89,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, A
             kept.append({"distance": distance, "search": search, **options})
             n = search.iterations
             images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
-            facts = {"iterations": n, "objectives": [1.0 * len(kept)], "derivative": "none"}
             return Reconstruction(
                 images, options["labels"], residual / len(kept), (2.0,) * n, (1.0,) * n,
-                (f"note {len(kept)}",), facts,
+                iterations=n, objectives=(1.0 * len(kept),), notes=(f"note {len(kept)}",),
+                facts={"derivative": "none"},
             )  # fmt: skip
 
         monkeypatch.setattr(smooth_to_sharp, "match", recorder)
@@ -140,7 +141,7 @@ def test_far_from_it_the_last_stage_is_first_order(calls: Any) -> None:
 def test_a_run_tells_of_all_stages(calls: Any) -> None:
     calls(0.6)
     guess = run(SmoothToSharp(iterations=60))
-    assert len(guess.history) == len(guess.distances) == guess.facts["iterations"] == 60
+    assert len(guess.history) == len(guess.distances) == guess.iterations == 60
     assert guess.notes == ("note 1", "note 2", "note 3")
     assert guess.facts["search_iterations"] == 50
     assert guess.facts["search_distance"] == pytest.approx(0.3)
@@ -317,9 +318,10 @@ def test_recovered_activations_are_met_by_the_truth_and_by_nothing_else() -> Non
         width=0.5,
     )
     truth = Batch(data.inputs[:2], torch.tensor([3, 1]))
-    training = LocalTraining(batch_size=2, batch_norm="eval", mean=(0.5,) * 3, std=(0.25,) * 3)
-    update = train(setting(model, truth), truth, training, seeded()).update
-    seen = Observation(setting(model, (3, 16, 16), 5), update, training=training, records=2)
+    training = LocalTraining(batch_size=2, batch_norm="eval")
+    scaled = setting(model, truth, 5, Scale((0.5,) * 3, (0.25,) * 3))
+    update = train(scaled, truth, training, seeded()).update
+    seen = Observation(scaled, update, training=training, records=2)
     penalty, labels, words = recovered(seen, seeded())
     order = torch.stack([(truth.labels == label).nonzero()[0, 0] for label in labels])
     assert sorted(labels.tolist()) == [1, 3]

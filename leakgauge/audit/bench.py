@@ -25,7 +25,7 @@ from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Times, Trial
+from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Status, Times, Trial
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
@@ -37,6 +37,7 @@ from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import (
     Attack,
     Batch,
+    Exchange,
     Kept,
     Observation,
     PreparedAttack,
@@ -92,7 +93,8 @@ class Bench:
             seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
             found, score, pictures = self._attack(case, attack, round_, seen, progress)
-            return Done(case.trial(self.plan, took(), "done", found=found, score=score), pictures)
+            status: Status = "unscored" if score is None else "done"
+            return Done(case.trial(self.plan, took(), status, found=found, score=score), pictures)
         except NotApplicable as reason:
             return Done(case.trial(self.plan, took(), "not applicable", str(reason)))
         except Exception as error:
@@ -103,34 +105,51 @@ class Bench:
         self,
         case: Case,
         attack: Attack,
-        round_: Round,
+        round_: Exchange,
         seen: Observation | None,
         progress: Progress,
-    ) -> tuple[Found, Score, dict[str, bytes]]:
+    ) -> tuple[Found, Score | None, dict[str, bytes]]:
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
-        attack_rng = rng_of(case.seed, f"attack/{case.attack}")
+        alone = case.attack.partition("+")[0]  # the same guess, restored or not
+        attack_rng = rng_of(case.seed, f"attack/{alone}")
         if seen is None:
             round_, kept = self.played(case, attack, round_, attack_rng, resources)
             seen = threat.observe(round_, who, kept=kept)
-        guess = attack.reconstruct(seen, attack_rng, resources)
-        truth = threat.covered(round_, who)
+        guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
         found = found_by(guess, seen)
-        score, paired = scored(self.plan, guess, truth, self.measures, rng_of(case.seed, "score"))
+        if not isinstance(round_, Round):
+            paths, files = images.drawn(case.id, None, guess.inputs, None)
+            return replace(found, images=paths), None, files
+        truth = threat.covered(round_, who)
+        rng = rng_of(case.seed, "score")
+        score, paired = scored(self.plan, guess, truth, self.measures, rng, prior)
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
         paths, files = images.drawn(case.id, truth.inputs, paired, score.scores["psnr"])
         score = replace(score, caveats=checks.caveats(found, score))
         return replace(found, images=paths), score, files
 
+    def _restored(
+        self, case: Case, seen: Observation, guess: Reconstruction
+    ) -> tuple[Reconstruction, Tensor | None]:
+        """The guess as the restorer of its attack makes it, and what that makes of noise."""
+        restorer = self.plan.restorers.get(case.attack)
+        if restorer is None:
+            return guess, None
+        rng = rng_of(case.seed, "restore")
+        better = restorer.restore(guess.inputs, seen.record, rng)
+        noise = torch.rand(guess.inputs.shape, generator=rng)
+        return replace(guess, inputs=better), restorer.restore(noise, seen.record, rng)
+
     def played(
         self,
         case: Case,
         attack: Attack,
-        round_: Round,
+        round_: Exchange,
         rng: torch.Generator,
         resources: Resources | None = None,
-    ) -> tuple[Round, Kept | None]:
+    ) -> tuple[Exchange, Kept | None]:
         """The round as it is under this attack, and what the attack kept of its preparation: one
         that changes the model has the clients train on what it sent."""
         if not isinstance(attack, PreparedAttack):
@@ -141,6 +160,8 @@ class Bench:
         place = Checkpoint(self.prepared / f"{key}.safetensors", key)
         made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
         if made.models:
+            if not isinstance(round_, Round):
+                raise NotApplicable("it changes the model before a round, and this one is over")
             round_ = tampered(round_, made, rng_of(case.seed, "tampered"))
         return round_, made.kept
 
@@ -157,8 +178,10 @@ class Bench:
         notes = (*found.notes, f"{words} ({fired})" if fired else words)
         return replace(found, guard=verdict.decision, notes=notes)
 
-    def simulated(self, case: Case, progress: Progress | None = None) -> Round:
-        """The round of a case, kept while the next cases share it."""
+    def simulated(self, case: Case, progress: Progress | None = None) -> Exchange:
+        """The round of a case, kept while the next cases share it; or the one that was captured."""
+        if self.plan.captured and case.kept is None:
+            return self.plan.captured[case.stage]
         key = (case.stage, case.defence, case.seed, case.kept)
         if self._round is None or key != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
@@ -170,6 +193,7 @@ class Bench:
     def sensitivity(self, case: Case) -> Sensitivity:
         """How far a little pixel noise moves the update: 1 − cos(u(x + noise), u(x))."""
         round_ = self.simulated(case)
+        assert isinstance(round_, Round)  # those that were captured are not explained
         truth, rng = round_.truths[0], rng_of(case.seed, "noise")
         noisy = truth.inputs + NOISE * torch.randn(truth.inputs.shape, generator=rng)
         training = replace(round_.training, order="fixed")
@@ -214,17 +238,24 @@ def scored(
     truth: Batch,
     measures: Mapping[str, Scorer],
     rng: torch.Generator,
+    prior: Tensor | None = None,
 ) -> tuple[Score, Tensor]:
-    """Everything measured on one guess, each number beside its no-information baseline; and the
-    guesses in the order of the truths."""
+    """Everything measured on one guess, each number beside its no-information baseline (and that of
+    a restorer's `prior` alone); and the guesses in the order of the truths."""
     audit = plan.document.audit
     others = _others(plan.data.inputs, truth.inputs, audit.gallery, rng)
     mean = metrics.baselines.mean_image(others).expand_as(truth.inputs)
     pair = metrics.assign.optimal if audit.assignment == "optimal" else metrics.assign.best_match
     index = pair(guess.inputs, truth.inputs)
     found = index >= 0
-    paired = mean.clone()  # a truth without a guess is scored as if nothing were known
-    paired[found] = guess.inputs[index[found]].to(paired)
+
+    def placed(guesses: Tensor, index: Tensor) -> Tensor:
+        """In the order of the truths; one without a guess is scored as if nothing were known."""
+        out = mean.clone()
+        out[index >= 0] = guesses[index[index >= 0]].to(out)
+        return out
+
+    paired = placed(guess.inputs, index)
     chosen = metrics.baselines.random_images(others, len(truth), rng)
     gallery = torch.cat([truth.inputs, others])
     identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
@@ -239,6 +270,7 @@ def scored(
         random_image=measured(chosen),
         identified=1 / len(gallery),
         labels=_labels(guess.labels, truth.labels, plan),
+        prior_only=None if prior is None else measured(placed(prior, pair(prior, truth.inputs))),
     )
     return score, paired
 

@@ -103,7 +103,7 @@ def controls(plan: Plan) -> list[Case]:
     """Every attack that was asked for on the known-weak twin; where the audit holds that very twin,
     its trials. The exact recursion needs no control: it works or says why not."""
     all_seeds = plan.document.audit.seeds
-    for case in trials(plan):
+    for case in () if plan.captured else trials(plan):
         if not factors(case.scenario(plan), plan.document.threat.actor):
             place = (case.stage, case.defence)
             return [Case("trial", *place, a, s) for s in all_seeds for a in plan.asked]

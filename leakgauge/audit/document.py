@@ -22,14 +22,15 @@ NO_DEFENCE = "none"
 @dataclass(frozen=True)
 class Federation:
     """The user's own system. `model` and `data` are a name or a table with a name and options;
-    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `record` says how
-    records are normalised before they enter the model. `rounds` lists the attack
-    stages: honest rounds played before the one that is attacked. `public` records are set aside for
-    a malicious server: no client holds them (default: a quarter, at most a thousand, if
-    `threat.malicious`)."""
+    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders, and `{ captured =
+    "…" }` names a folder of captured rounds, which say themselves what follows (model, training,
+    record, clients). `record` says how records are normalised before they enter the model. `rounds`
+    lists the attack stages: honest rounds played before the one that is attacked. `public` records
+    are set aside for a malicious server: no client holds them (default: a quarter, at most a
+    thousand, if `threat.malicious`)."""
 
-    model: str | Table
     data: str | Table
+    model: str | Table | None = None
     init: str = "torch"
     checkpoint: str | None = None
     training: LocalTraining = field(default_factory=LocalTraining)
@@ -42,6 +43,11 @@ class Federation:
     partition: str | Table = "iid"
     rounds: tuple[int, ...] = (0,)
     public: int | None = None
+
+    @property
+    def captured(self) -> str | None:
+        """The folder of captured rounds, if they are not simulated."""
+        return self.data.get("captured") if isinstance(self.data, dict) else None
 
     def __post_init__(self) -> None:
         if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):

@@ -15,21 +15,21 @@ LIMIT = 64  # images of a trial that are kept; scores cover all
 
 
 def drawn(
-    trial: str, truth: Tensor, guess: Tensor, psnr: Sequence[float] | None
+    trial: str, truth: Tensor | None, guess: Tensor, psnr: Sequence[float] | None
 ) -> tuple[Pictures, dict[str, bytes]]:
-    """Their paths below the audit's folder, and what is to stand there."""
-    pairs = [(picture(t), picture(g)) for t, g in zip(truth[:LIMIT], guess[:LIMIT], strict=True)]
+    """Their paths below the audit's folder, and what is to stand there; guesses alone where nobody
+    knows the truth."""
+    truths = [None] * len(guess[:LIMIT]) if truth is None else [picture(t) for t in truth[:LIMIT]]
+    pairs = list(zip(truths, [picture(g) for g in guess[:LIMIT]], strict=True))
     base = f"images/{trial}"
     paths = Pictures(
         sheet=f"{base}/sheet.png",
-        truths=tuple(f"{base}/{i:03}-truth.png" for i in range(len(pairs))),
+        truths=tuple(f"{base}/{i:03}-truth.png" for i, (true, _) in enumerate(pairs) if true),
         guesses=tuple(f"{base}/{i:03}-guess.png" for i in range(len(pairs))),
     )
     files = {paths.sheet: _png(sheet(pairs, psnr))}
-    for true_path, guess_path, (true, guessed) in zip(
-        paths.truths, paths.guesses, pairs, strict=True
-    ):
-        files |= {true_path: _png(true), guess_path: _png(guessed)}
+    files |= {path: _png(true) for path, true in zip(paths.truths, truths, strict=False) if true}
+    files |= {path: _png(one) for path, (_, one) in zip(paths.guesses, pairs, strict=True)}
     return paths, files
 
 
@@ -41,10 +41,10 @@ def picture(image: Tensor) -> Image.Image:
 
 
 def sheet(
-    pairs: list[tuple[Image.Image, Image.Image]], psnr: Sequence[float] | None
+    pairs: Sequence[tuple[Image.Image | None, Image.Image]], psnr: Sequence[float] | None
 ) -> Image.Image:
     """Truths above guesses, eight to a row, with their PSNR."""
-    columns = min(8, len(pairs))
+    columns = max(1, min(8, len(pairs)))
     rows = -(-len(pairs) // columns)
     caption, gap = 18, 6
     cell = (TILE + gap, 2 * TILE + caption + 2 * gap)
@@ -53,9 +53,9 @@ def sheet(
     for i, (true, guessed) in enumerate(pairs):
         x, y = gap + (i % columns) * cell[0], gap + (i // columns) * cell[1]
         for image, top in ((true, y), (guessed, y + TILE + 2)):
-            page.paste(
-                image.convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST), (x, top)
-            )
+            if image is not None:
+                tile = image.convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST)
+                page.paste(tile, (x, top))
         if psnr is not None:
             draw.text((x + 2, y + 2 * TILE + 4), f"{psnr[i]:.1f} dB", fill="black")
     return page

@@ -12,8 +12,8 @@ import importlib
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -25,18 +25,31 @@ from torch import nn
 from leakgauge import data, metrics, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
+from leakgauge.audit import captured
 from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
-from leakgauge.config import build, choose, did_you_mean, plain
+from leakgauge.config import build, choose, convert, did_you_mean, plain
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
+from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
 from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of
-from leakgauge.types import Attack, Dataset, Defence, LocalTraining, Metric, ThreatModel
+from leakgauge.restore import RESTORERS
+from leakgauge.types import (
+    Attack,
+    Dataset,
+    Defence,
+    Exchange,
+    LocalTraining,
+    Metric,
+    Restorer,
+    ThreatModel,
+)
 
+RESTORE = "restore"  # the key of an [[attack]] that names a restorer
 MOST_STEPS = 1_000_000  # of local training, in one round
 
 
@@ -44,7 +57,9 @@ MOST_STEPS = 1_000_000  # of local training, in one round
 class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
     that the file names; the exact recursion is run without being asked. `data` is what the clients
-    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always."""
+    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always.
+    `restorers` work on the guesses of the attacks of their names. `captured` are the rounds to
+    attack, one per stage, where they are not simulated."""
 
     name: str
     document: Document
@@ -56,6 +71,8 @@ class Plan:
     partition: Partition
     asked: tuple[str, ...]
     metrics: Mapping[str, Metric]
+    restorers: Mapping[str, Restorer] = field(default_factory=dict)
+    captured: tuple[Exchange, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -77,8 +94,12 @@ class Plan:
             digest.update(
                 value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             )
+        for exchange in self.captured:
+            for update in (*exchange.updates, exchange.after, dict(exchange.model.state_dict())):
+                for value in update.values():
+                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
         for named in (document.federation.model, document.federation.data):
-            name = named if isinstance(named, str) else str(named.get("name"))
+            name = named if isinstance(named, str) else str((named or {}).get("name"))
             for file in own_files(name, self.folder):
                 digest.update(f"{file.name} ".encode() + file.read_bytes())
         return digest.hexdigest()
@@ -108,6 +129,7 @@ class Plan:
 
     def _make_model(self) -> nn.Module:
         federation = self.document.federation
+        assert federation.model is not None  # checked when the plan was read
         name, options = _name(federation.model, "federation.model")
         _import_from(self.folder, name)
         _, channels, height, width = self.data.inputs.shape
@@ -130,17 +152,23 @@ class Plan:
             ) from error
         if federation.checkpoint:
             models.load(model, _path(self.folder, federation.checkpoint))
+        if self.captured:
+            model.load_state_dict(self.captured[0].model.state_dict())
         return model
 
 
 def read(path: Path) -> Plan:
-    """The plan in a TOML file, fully checked."""
+    """The plan in a TOML file, or that of a folder of captured rounds, fully checked."""
+    if path.is_dir() and any(path.glob("round-*.json")):
+        return parse(captured.table(path), path.resolve().name, Path.cwd())
     try:
         table = tomllib.loads(read_plain(path).decode())
     except FileNotFoundError:
         raise PlanError(f"no plan at {path}: give the path of a TOML file") from None
     except IsADirectoryError:
-        raise PlanError(f"{path} is a folder: give the path of a TOML file in it") from None
+        raise PlanError(
+            f"{path} is a folder without captured rounds: give the path of a TOML file"
+        ) from None
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError:
@@ -160,11 +188,19 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
+    where = captured.folder_of(document.federation, folder)
+    if where is not None:
+        document = captured.filled(document, where)
     federation = document.federation
+    if federation.model is None:
+        raise PlanError(f"{name}.federation: key 'model' is missing")
     _check_actor(document.threat, federation)
     measured = dict.fromkeys(("psnr", *document.audit.metrics))
     chosen = {key: metrics.choose(key) for key in measured}
-    attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
+    alone = tuple({k: v for k, v in one.items() if k != RESTORE} for one in document.attack)
+    names, restorers = _restorers(document.attack)
+    made = _each(ATTACKS | ACTIVE_ATTACKS, alone, "attack").values()
+    attacks = dict(zip(names, made, strict=True))
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
     asked = tuple(attacks)
@@ -176,12 +212,13 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     choose(models.INITS, federation.init, "initialisation")
     partition = _named(PARTITIONS, federation.partition, "partition")
     defences = _each(DEFENCES, document.defence, "defence")
-    records = _load(federation.data, folder)
+    records = captured.records(where) if where else _load(federation.data, folder)
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
-    public, private = _set_aside(records, federation.public, document.threat.malicious)
-    return Plan(
+    malicious = document.threat.malicious and where is None
+    public, private = _set_aside(records, federation.public, malicious)
+    plan = Plan(
         name=name,
         document=document,
         folder=folder,
@@ -192,7 +229,12 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         partition=partition,
         asked=asked,
         metrics=chosen,
+        restorers=restorers,
     )
+    if where is None:
+        return plan
+    rounds = captured.rounds(where, plain_model(plan._make_model(), "made_by"))
+    return replace(plan, captured=rounds, data=captured.with_truths(private, rounds))
 
 
 def own_files(name: str, folder: Path) -> list[Path]:
@@ -257,15 +299,21 @@ def _named(known: Mapping[str, type[Any]], value: str | Table, what: str) -> Any
     return made
 
 
+def _numbered(name: str, used: Collection[str]) -> str:
+    """The name, with a number if it is used already."""
+    key, count = name, 1
+    while key in used:
+        count += 1
+        key = f"{name}-{count}"
+    return key
+
+
 def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) -> dict[str, Any]:
     """Instances by name; a name used again gets a number."""
     made: dict[str, Any] = {}
     for table in tables:
         name, options = _name(table, what)
-        key, count = name, 1
-        while key in made:
-            count += 1
-            key = f"{name}-{count}"
+        key = _numbered(name, made)
         if what == "defence" and name == NO_DEFENCE:
             if options:
                 raise PlanError(f"defence 'none' takes no options, got {', '.join(options)}")
@@ -273,6 +321,20 @@ def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) 
         else:
             made[key] = _named(known, table, what)
     return made
+
+
+def _restorers(tables: tuple[Table, ...]) -> tuple[list[str], dict[str, Restorer]]:
+    """What each attack is called, which says its restorer, and the restorers by those names."""
+    names: list[str] = []
+    restorers: dict[str, Restorer] = {}
+    for table in tables:
+        name, _ = _name(table, "attack")
+        if RESTORE in table:
+            chosen = convert(table[RESTORE], str | dict[str, Any], f"attack {name!r}: {RESTORE}")
+            name = f"{name}+{_name(chosen, 'restorer')[0]}"
+            restorers[_numbered(name, names)] = _named(RESTORERS, chosen, "restorer")
+        names.append(_numbered(name, names))
+    return names, restorers
 
 
 def _load(value: str | Table, folder: Path) -> Dataset:
@@ -299,7 +361,7 @@ def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Da
     """The public records and the others, drawn by a fixed seed: the same in every trial."""
     if count is None:
         count = min(1000, len(records) // 4) if malicious else 0
-    if count >= len(records):
+    if count and count >= len(records):
         raise PlanError(
             f"federation.public sets {count} records aside, but {records.name} has only "
             f"{len(records)}: leave some for the clients"

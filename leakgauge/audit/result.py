@@ -87,7 +87,7 @@ def _forecasted(told: Forecast, cpu: float) -> Forecasted:
 def _federation(plan: Plan, model: nn.Module) -> Audited:
     named = plan.document.federation.model
     return Audited(
-        model=named if isinstance(named, str) else str(named.get("name")),
+        model=named if isinstance(named, str) else str((named or {}).get("name")),
         data=plan.data.name,
         records=len(plan.data),
         shape=tuple(plan.data.inputs.shape[1:]),

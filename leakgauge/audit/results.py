@@ -106,6 +106,7 @@ class Score:
     random_image: Scores
     identified: float  # the chance to pick a record out of the gallery
     labels: LabelScore | None
+    prior_only: Scores | None = None  # of a restorer that was given noise in place of the guess
     caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

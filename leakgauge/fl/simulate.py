@@ -111,7 +111,8 @@ def tampered(round_: Round, made: Preparation, rng: torch.Generator) -> Round:
         raise InputError(
             f"the attack made {len(sent)} models for {clients} clients: expected one, or one each"
         )
-    return _trained(replace(round_, sent=sent), copy.deepcopy(round_.memory), rng)[0]
+    memory = copy.deepcopy(round_.memory) or tuple({} for _ in sent)
+    return _trained(replace(round_, sent=sent), memory, rng)[0]
 
 
 def _trained(planned: Round, memory: Sequence[Memory], rng: torch.Generator) -> tuple[Round, Named]:

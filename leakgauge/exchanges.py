@@ -33,6 +33,7 @@ from leakgauge.tensors import check_like, parameters, subtract
 from leakgauge.types import Batch, Exchange, LocalTraining, Named, Round, Setting
 
 VERSION = 1
+TRUTH = "truth.safetensors"
 KINDS: dict[str, type[Record]] = {"images": Images, "tokens": Tokens, "columns": Columns}
 
 
@@ -100,7 +101,7 @@ def capture(
         tensors |= {f"update/{k}/{name}": value for name, value in update.items()}
     files = {"safetensors": tensor_bytes(tensors)}
     if truths is not None:
-        files["truth.safetensors"] = tensor_bytes(_checked(truths, sizes, record, len(classes)))
+        files[TRUTH] = tensor_bytes(_checked(truths, sizes, record, len(classes)))
     stem = _free(Path(folder))
     for suffix, content in files.items():
         write_atomic(stem.with_name(f"{stem.name}.{suffix}"), content, private=True, fresh=True)
@@ -190,9 +191,9 @@ def _manifest(path: Path) -> Manifest:
         raise PlanError(f"{path} is not the manifest of a captured round: {error}") from error
 
 
-def exchange(path: Path, manifest: Manifest, model: nn.Module) -> Exchange:
-    """The round behind a manifest, with a fresh `model` filled; a `Round` if its truths are there.
-    A file that is not the one that was written is refused."""
+def exchange(path: Path, manifest: Manifest, model: nn.Module, *, truths: bool) -> Exchange:
+    """The round behind a manifest, with a fresh `model` filled; with its `truths` a `Round`. A file
+    that is not the one that was written is refused."""
     tensors = _verified(path, manifest, "safetensors")
     model = copy.deepcopy(model)
     state = {n.removeprefix("model/"): v for n, v in tensors.items() if n.startswith("model/")}
@@ -223,12 +224,12 @@ def exchange(path: Path, manifest: Manifest, model: nn.Module) -> Exchange:
         "server_lr": manifest.server_lr,
         "announced": manifest.announced,
     }
-    if "truth.safetensors" not in manifest.digests:
+    if not truths:
         return Exchange(**parts)
-    truth = _verified(path, manifest, "truth.safetensors")
+    found = _verified(path, manifest, TRUTH)
     clients = range(len(manifest.sizes))
-    truths = tuple(Batch(truth[f"inputs/{k}"], truth[f"labels/{k}"]) for k in clients)
-    return Round(**parts, truths=truths, memory=tuple({} for _ in clients))
+    batches = tuple(Batch(found[f"inputs/{k}"], found[f"labels/{k}"]) for k in clients)
+    return Round(**parts, truths=batches, memory=tuple({} for _ in clients))
 
 
 def _verified(path: Path, manifest: Manifest, suffix: str) -> Named:
