@@ -201,7 +201,7 @@ def _from_3(old: Table) -> Table:
     ]
     audit = _table(plan.get("audit", {}), "result.plan.audit")
     limit = _built(Limit, audit.get("limit", {}), "result.plan.audit.limit")
-    scores = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
+    scores: object = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
     names = dict.fromkeys(("psnr", *_table(scores, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
     return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
