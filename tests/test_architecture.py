@@ -8,26 +8,29 @@ import importlib.util
 import pytest
 from sources import FILES, imports
 
-GROUND = {"_version", "errors", "types"}
+GROUND = {"_version", "errors", "records", "types"}
 TOOLS = GROUND | {"config", "files", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"audit", "guard"}
+AUDIT = FEDERATION | METHODS | {"audit", "exchanges", "guard", "kept"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
-    "types": {"errors"},
+    "records": {"errors"},
+    "types": {"errors", "records"},
     "config": GROUND,
     "files": GROUND,
     "ranges": GROUND | {"config"},
     "tensors": GROUND,
     "fl": TOOLS,
     "threat": TOOLS | {"fl"},
+    "kept": TOOLS,
+    "exchanges": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
-    "audit": FEDERATION | METHODS | {"guard"},
+    "audit": FEDERATION | METHODS | {"exchanges", "guard", "kept"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
     "integrations": AUDIT | {"report"},
