@@ -42,6 +42,10 @@ KINDS: dict[str, Kind] = {
         "a server that changes the model it sends", ("leakgauge.attacks.active:ACTIVE_ATTACKS",)
     ),
     "defences": Kind("what a client does to its update", ("leakgauge.defences:DEFENCES",)),
+    "restorers": Kind(
+        "what makes a better picture of a guess, without the update",
+        ("leakgauge.restore:RESTORERS",),
+    ),
     "detectors": Kind(
         "what the guard asks of a model it received", ("leakgauge.detectors:DETECTORS",)
     ),

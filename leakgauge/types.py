@@ -252,6 +252,12 @@ class Iterative(Attack, Protocol):
     def shortened(self, iterations: int, restarts: int) -> Attack: ...
 
 
+class Restorer(Protocol):
+    """A guess (N, …) in, a better guess out: it sees neither the update nor the truth."""
+
+    def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Target(_Set):
     """What an attacker can prepare for before a round: the honest global model, what the protocol
@@ -332,7 +338,8 @@ class Received:
 @dataclass(frozen=True)
 class Detection:
     """One test of a received model. It fires unless `score <= threshold` (so NaN fires); `means`
-    says what that stands for. `tensor` is the worst one, `reason` one sentence for an operator."""
+    says what that stands for. `tensor` is the worst one, `reason` one sentence for an operator;
+    `unit` says what a score counts that counts parts of the records."""
 
     test: str
     score: float
@@ -340,6 +347,7 @@ class Detection:
     means: Literal["reject", "exposed", "report"]
     reason: str
     tensor: str | None = None
+    unit: Literal["images", "tokens"] = "images"
 
 
 class Detector(Protocol):

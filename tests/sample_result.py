@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from leakgauge.audit.results import (
     Forecasted,
     Found,
     LabelScore,
+    Measurement,
     NotRun,
     Pictures,
     Result,
@@ -181,6 +182,22 @@ def save(folder: Path, result: Result) -> Path:
     return path
 
 
+def older(result: Result) -> Result:
+    """The same audit as it is read from a file of the first schema: it judged nothing."""
+    return replace(
+        result,
+        threat=None,
+        control=(),
+        verdict=None,
+        explanation=None,
+        sensitivity=None,
+        trials=tuple(trial for trial in result.trials if trial.kind == "trial"),
+        not_run=(),
+        references=(),
+        times=RunTimes(result.times.cpu_seconds, None, None, None),
+    )
+
+
 def failed(trial: Trial, error: str, traceback: str) -> Trial:
     """The same trial, had it crashed."""
     return replace(trial, status="failed", error=error, traceback=traceback, found=None, score=None)
@@ -204,6 +221,29 @@ def rescored(trial: Trial, labels: float | None = None, **scores: Sequence[float
     if labels is not None and score.labels:
         score = replace(score, labels=replace(score.labels, accuracy=labels))
     return replace(trial, score=score)
+
+
+def measured_by(result: Result, metric: Measurement, score: Callable[[float], float]) -> Result:
+    """The same audit, had it this metric as well: `score` makes its numbers from the PSNR."""
+
+    def also(trial: Trial) -> Trial:
+        if trial.score is None:
+            return trial
+        tables = {
+            key: (old := getattr(trial.score, key)) | {metric.name: tuple(map(score, old["psnr"]))}
+            for key in ("scores", "mean_image", "random_image")
+        }
+        return replace(trial, score=replace(trial.score, **tables))
+
+    audit = replace(result.plan.audit, metrics=(*result.plan.audit.metrics, metric.name))
+    return rederive(
+        replace(
+            result,
+            plan=replace(result.plan, audit=audit),
+            metrics=(*result.metrics, metric),
+            trials=tuple(map(also, result.trials)),
+        )
+    )
 
 
 def _protected(trial: Trial) -> Trial:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from sources import FILES, imports
+
+SOURCES = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
 
 GROUND = {"_version", "errors", "records", "types"}
 TOOLS = GROUND | {"config", "files", "ranges", "tensors"}
@@ -66,7 +70,7 @@ def wrong(source: str, module: str) -> list[str]:
 @pytest.mark.parametrize("module", FILES)
 def test_imports_point_one_way(module):
     assert part(module) in MAY_IMPORT, f"say in MAY_IMPORT what {part(module)} may import"
-    assert wrong(FILES[module].read_text(encoding="utf-8"), module) == []
+    assert wrong(SOURCES[module], module) == []
 
 
 @pytest.mark.parametrize(
@@ -91,13 +95,59 @@ def test_a_wrong_import_would_be_found(module, source, bad):
     assert wrong(source, module) == bad
 
 
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names that lead back to the first of them; none if there is no such way."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def graph_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    return {module: imports(source, module) & FILES.keys() for module, source in sources.items()}
+
+
+def test_no_way_of_imports_leads_back():
+    """Between modules, and between the parts by what they may import: then no import points up."""
+    assert circle(graph_of(SOURCES)) == []
+    assert circle(MAY_IMPORT) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("leakgauge.fl.local", "from leakgauge.fl.simulate import simulate"),
+        ("leakgauge.tensors", "def f():\n    import leakgauge.threat"),
+        ("leakgauge.attacks._spaces", "from . import dlg"),
+        ("leakgauge.fl.model", "from leakgauge.fl import Scenario"),
+    ],
+)
+def test_a_way_back_would_be_found(module, line):
+    found = circle(graph_of(SOURCES | {module: f"{SOURCES[module]}\n{line}\n"}))
+    assert found[0] == found[-1]
+    assert module in found
+
+
+def shared_part(module: str) -> bool:
+    return module.rpartition(".")[2].startswith("_")
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if shared_part(m)])
+def test_a_shared_part_imports_no_method_beside_it(module):
+    """`attacks/_engine.py` serves the attacks: it knows none of them."""
+    package = module.rpartition(".")[0]
+    beside = {m for m in imports(SOURCES[module], module) if m.rpartition(".")[0] == package}
+    assert [m for m in beside if not shared_part(m)] == []
+
+
 def test_the_command_line_is_on_top():
     assert [name for name, allowed in MAY_IMPORT.items() if "cli" in allowed] == ["__main__"]
 
 
 @pytest.mark.parametrize("module", FILES)
 def test_every_module_says_what_it_is(module):
-    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    tree = ast.parse(SOURCES[module])
     assert ast.get_docstring(tree)
 
 

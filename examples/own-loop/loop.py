@@ -1,8 +1,8 @@
 """A home-grown federation in plain PyTorch whose rounds are captured, to be audited afterwards.
 
-    python loop.py captured            # what travelled, and the clients' records: a test federation
-    python loop.py captured --private  # what travelled only
-    leakgauge audit captured
+python loop.py captured            # what travelled, and the clients' records: a test federation
+python loop.py captured --private  # what travelled only
+leakgauge audit captured
 """
 
 from __future__ import annotations

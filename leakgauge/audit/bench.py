@@ -106,22 +106,36 @@ class Bench:
     ) -> tuple[Found, Score | None]:
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
-        attack_rng = rng_of(case.seed, f"attack/{case.attack}")
+        alone = case.attack.partition("+")[0]  # the same guess, restored or not
+        attack_rng = rng_of(case.seed, f"attack/{alone}")
         if seen is None:
             round_, kept = self.played(case, attack, round_, attack_rng, resources)
             seen = threat.observe(round_, who, kept=kept)
-        guess = attack.reconstruct(seen, attack_rng, resources)
+        guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
         found = found_by(guess, seen)
         self.store.begin()
         folder = self.store.images / case.id
         if not isinstance(round_, Round):
             return replace(found, images=images.save(folder, None, guess.inputs, None)), None
         truth = threat.covered(round_, who)
-        score, paired = scored(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
+        rng = rng_of(case.seed, "score")
+        score, paired = scored(self.plan, guess, truth, self._measures, rng, prior)
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
         pictures = images.save(folder, truth.inputs, paired, score.scores["psnr"])
         return replace(found, images=pictures), replace(score, caveats=checks.caveats(found, score))
+
+    def _restored(
+        self, case: Case, seen: Observation, guess: Reconstruction
+    ) -> tuple[Reconstruction, Tensor | None]:
+        """The guess as the restorer of its attack makes it, and what that makes of noise."""
+        restorer = self.plan.restorers.get(case.attack)
+        if restorer is None:
+            return guess, None
+        rng = rng_of(case.seed, "restore")
+        better = restorer.restore(guess.inputs, seen.record, rng)
+        noise = torch.rand(guess.inputs.shape, generator=rng)
+        return replace(guess, inputs=better), restorer.restore(noise, seen.record, rng)
 
     def played(
         self,
@@ -219,17 +233,24 @@ def scored(
     truth: Batch,
     measures: Mapping[str, Scorer],
     rng: torch.Generator,
+    prior: Tensor | None = None,
 ) -> tuple[Score, Tensor]:
-    """Everything measured on one guess, each number beside its no-information baseline; and the
-    guesses in the order of the truths."""
+    """Everything measured on one guess, each number beside its no-information baseline (and that of
+    a restorer's `prior` alone); and the guesses in the order of the truths."""
     audit = plan.document.audit
     others = _others(plan.data.inputs, truth.inputs, audit.gallery, rng)
     mean = metrics.baselines.mean_image(others).expand_as(truth.inputs)
     pair = metrics.assign.optimal if audit.assignment == "optimal" else metrics.assign.best_match
     index = pair(guess.inputs, truth.inputs)
     found = index >= 0
-    paired = mean.clone()  # a truth without a guess is scored as if nothing were known
-    paired[found] = guess.inputs[index[found]].to(paired)
+
+    def placed(guesses: Tensor, index: Tensor) -> Tensor:
+        """In the order of the truths; one without a guess is scored as if nothing were known."""
+        out = mean.clone()
+        out[index >= 0] = guesses[index[index >= 0]].to(out)
+        return out
+
+    paired = placed(guess.inputs, index)
     chosen = metrics.baselines.random_images(others, len(truth), rng)
     gallery = torch.cat([truth.inputs, others])
     identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
@@ -244,6 +265,7 @@ def scored(
         random_image=measured(chosen),
         identified=1 / len(gallery),
         labels=_labels(guess.labels, truth.labels, plan),
+        prior_only=None if prior is None else measured(placed(prior, pair(prior, truth.inputs))),
     )
     return score, paired
 

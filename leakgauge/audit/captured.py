@@ -20,7 +20,6 @@ from leakgauge.exchanges import Manifest
 from leakgauge.records import Scale
 from leakgauge.types import Dataset, Exchange, Round
 
-KEY = "captured"
 ATTACKS: tuple[Table, ...] = (
     {"name": "analytic"},
     {"name": "inverting-gradients", "iterations": 300},
@@ -28,18 +27,20 @@ ATTACKS: tuple[Table, ...] = (
 """What is tried where nobody named an attack."""
 
 
-def folder_of(data: str | Table, folder: Path) -> Path | None:
+def folder_of(federation: Federation, folder: Path) -> Path | None:
     """The folder of captured rounds that a plan names, if it names one."""
-    if isinstance(data, str) or KEY not in data:
+    if federation.captured is None:
         return None
-    if set(data) != {KEY} or not isinstance(data[KEY], str):
-        raise PlanError(f'federation.data: expected {{ captured = "DIR" }} alone, got {data}')
-    return folder / Path(data[KEY]).expanduser()
+    if len(federation.data) > 1 or not isinstance(federation.captured, str):
+        raise PlanError(
+            f'federation.data: expected {{ captured = "DIR" }} alone, got {federation.data}'
+        )
+    return folder / Path(federation.captured).expanduser()
 
 
 def table(path: Path) -> Table:
     """The plan of a folder alone."""
-    federation = {"data": {KEY: str(path.resolve())}}
+    federation = {"data": {"captured": str(path.resolve())}}
     return {"federation": federation, "attack": list(ATTACKS), "audit": {"seeds": [0]}}
 
 

@@ -44,6 +44,11 @@ class Federation:
     rounds: tuple[int, ...] = (0,)
     public: int | None = None
 
+    @property
+    def captured(self) -> str | None:
+        """The folder of captured rounds, if they are not simulated."""
+        return self.data.get("captured") if isinstance(self.data, dict) else None
+
     def __post_init__(self) -> None:
         if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
             raise ValueError(

@@ -12,8 +12,8 @@ import importlib
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
 from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
-from leakgauge.config import build, choose, did_you_mean, plain
+from leakgauge.config import build, choose, convert, did_you_mean, plain
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
@@ -37,8 +37,19 @@ from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
 from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of
-from leakgauge.types import Attack, Dataset, Defence, Exchange, LocalTraining, Metric, ThreatModel
+from leakgauge.restore import RESTORERS
+from leakgauge.types import (
+    Attack,
+    Dataset,
+    Defence,
+    Exchange,
+    LocalTraining,
+    Metric,
+    Restorer,
+    ThreatModel,
+)
 
+RESTORE = "restore"  # the key of an [[attack]] that names a restorer
 MOST_STEPS = 1_000_000  # of local training, in one round
 
 
@@ -47,7 +58,8 @@ class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
     that the file names; the exact recursion is run without being asked. `data` is what the clients
     share out, `public` what was set aside before. `metrics` are those of the file, PSNR always.
-    `captured` are the rounds to attack, one per stage, where they are not simulated."""
+    `restorers` work on the guesses of the attacks of their names. `captured` are the rounds to
+    attack, one per stage, where they are not simulated."""
 
     name: str
     document: Document
@@ -59,6 +71,7 @@ class Plan:
     partition: Partition
     asked: tuple[str, ...]
     metrics: Mapping[str, Metric]
+    restorers: Mapping[str, Restorer] = field(default_factory=dict)
     captured: tuple[Exchange, ...] = ()
 
     @cached_property
@@ -175,7 +188,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
-    where = captured.folder_of(document.federation.data, folder)
+    where = captured.folder_of(document.federation, folder)
     if where is not None:
         document = captured.filled(document, where)
     federation = document.federation
@@ -184,7 +197,10 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     _check_actor(document.threat, federation)
     measured = dict.fromkeys(("psnr", *document.audit.metrics))
     chosen = {key: metrics.choose(key) for key in measured}
-    attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
+    alone = tuple({k: v for k, v in one.items() if k != RESTORE} for one in document.attack)
+    names, restorers = _restorers(document.attack)
+    made = _each(ATTACKS | ACTIVE_ATTACKS, alone, "attack").values()
+    attacks = dict(zip(names, made, strict=True))
     for key, attack in attacks.items():
         threat.check(key, attack, document.threat)
     asked = tuple(attacks)
@@ -213,6 +229,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         partition=partition,
         asked=asked,
         metrics=chosen,
+        restorers=restorers,
     )
     if where is None:
         return plan
@@ -282,15 +299,21 @@ def _named(known: Mapping[str, type[Any]], value: str | Table, what: str) -> Any
     return made
 
 
+def _numbered(name: str, used: Collection[str]) -> str:
+    """The name, with a number if it is used already."""
+    key, count = name, 1
+    while key in used:
+        count += 1
+        key = f"{name}-{count}"
+    return key
+
+
 def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) -> dict[str, Any]:
     """Instances by name; a name used again gets a number."""
     made: dict[str, Any] = {}
     for table in tables:
         name, options = _name(table, what)
-        key, count = name, 1
-        while key in made:
-            count += 1
-            key = f"{name}-{count}"
+        key = _numbered(name, made)
         if what == "defence" and name == NO_DEFENCE:
             if options:
                 raise PlanError(f"defence 'none' takes no options, got {', '.join(options)}")
@@ -298,6 +321,20 @@ def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) 
         else:
             made[key] = _named(known, table, what)
     return made
+
+
+def _restorers(tables: tuple[Table, ...]) -> tuple[list[str], dict[str, Restorer]]:
+    """What each attack is called, which says its restorer, and the restorers by those names."""
+    names: list[str] = []
+    restorers: dict[str, Restorer] = {}
+    for table in tables:
+        name, _ = _name(table, "attack")
+        if RESTORE in table:
+            chosen = convert(table[RESTORE], str | dict[str, Any], f"attack {name!r}: {RESTORE}")
+            name = f"{name}+{_name(chosen, 'restorer')[0]}"
+            restorers[_numbered(name, names)] = _named(RESTORERS, chosen, "restorer")
+        names.append(_numbered(name, names))
+    return names, restorers
 
 
 def _load(value: str | Table, folder: Path) -> Dataset:

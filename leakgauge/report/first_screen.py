@@ -133,11 +133,13 @@ def rests_on(result: Result) -> str | None:
     attacks = len({trial.attack for trial in done})
     what = "What was measured" if result.verdict.outcome == "failed" else "This verdict"
     blind = len(unscored(result))
-    return (
+    said = (
         f"{what} rests on {count(result.verdict.records, 'different record')}, "
         f"attacked in {count(len(done), 'trial')} by {count(attacks, 'attack')}."
-        + (f" Of {count(blind, 'more trial')} {NOT_SCORED}." if blind else "")
     )
+    if not blind:
+        return said
+    return f"{said if done else 'Nothing was measured.'} Of {count(blind, 'trial')} {NOT_SCORED}."
 
 
 @dataclass(frozen=True)

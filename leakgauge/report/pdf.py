@@ -61,7 +61,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     contents.check_images(images)
     pdf = _document(result)
     _first_page(pdf, result, folder, images)
-    pdf.add_page()
+    if pdf.page == 1:
+        pdf.add_page()
     _findings(pdf, result)
     _pictures(pdf, result, folder, images)
     for title, chart, words in (
@@ -205,9 +206,10 @@ def _soft(tone: Colour, share: float = 0.12) -> Colour:
 
 
 def _cards(pdf: FPDF, figures_: Sequence[first_screen.Figure]) -> None:
-    """The key figures side by side."""
+    """The key figures side by side, at most six."""
     if not figures_:
         return
+    figures_, rest = figures_[:6], figures_[6:]
     gap, top = 2.5, pdf.get_y()
     width = (pdf.epw - gap * (len(figures_) - 1)) / len(figures_)
     # The boxes are as high as the longest words need.
@@ -217,7 +219,8 @@ def _cards(pdf: FPDF, figures_: Sequence[first_screen.Figure]) -> None:
         pdf.set_fill_color(*PANEL)
         pdf.rect(pdf.get_x(), top, width, tallest, style="F", round_corners=True, corner_radius=1.8)
         _card(pdf, figure, top, width, dry=False)
-    pdf.set_xy(pdf.l_margin, top + tallest)
+    pdf.set_xy(pdf.l_margin, top + tallest + (gap if rest else 0))
+    _cards(pdf, rest)
 
 
 def _card(pdf: FPDF, figure: first_screen.Figure, top: float, width: float, dry: bool) -> float:
@@ -322,15 +325,14 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     height = side + 9
     _heading(pdf, "Reconstructions", height)
     chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=pictures.Pair.order)
-    alone = any(pair.truth is None for pair in chosen)
-    _text(
-        pdf,
-        "The truth on the left, the guess on the right"
-        + (", both blurred" if images == "blur" else "")
-        + (f"; a guess that stands alone: {contents.NOT_SCORED}" if alone else "")
-        + f". {len(chosen)} of {len(found)} pairs, the worst leak first.",
-        colour=MUTED,
-    )
+    known = sum(pair.truth is not None for pair in chosen)
+    blur = ", blurred" if images == "blur" else ""
+    words = f"The truth on the left, the guess on the right{blur}. " if known else ""
+    if known < len(chosen):
+        who = "Some guesses stand" if known else "Each guess stands"
+        words += f"{who} alone{blur}: {contents.NOT_SCORED}. "
+    words += f"{len(chosen)} of {len(found)}" + (" pairs, the worst leak first." if known else ".")
+    _text(pdf, words, colour=MUTED)
     pdf.ln(2)
     top = pdf.get_y()
     for i, pair in enumerate(chosen):
@@ -353,7 +355,7 @@ def _pair(
 ) -> bool:
     """The truth at the left, the guess at the right; whether there was anything to show."""
     shown = pictures.load(pair, folder, images)
-    for k, content in enumerate((shown.truth, shown.guess)):
+    for k, content in enumerate((shown.truth, shown.guess) if pair.truth else (shown.guess,)):
         if content:
             pdf.image(content, x + k * (side + 1), y, side, side, keep_aspect_ratio=True)
     return bool(shown.truth or shown.guess)
