@@ -89,10 +89,11 @@ AS_THEY_ARE = Scale()
 def record_of(inputs: Tensor, scale: Scale = AS_THEY_ARE) -> Record:
     """The kind of these records, told by their type and dimensions."""
     shape = tuple(inputs.shape[1:])
+    parts = "columns" if len(shape) == 1 else "channels"
     for key, count in (("mean", len(scale.mean)), ("std", len(scale.std))):
         if shape and count not in (1, shape[0]):
             raise InputError(
-                f"{key} has {count} values, but the records have {shape[0]} channels: give one "
+                f"{key} has {count} values, but the records have {shape[0]} {parts}: give one "
                 f"value for all or {shape[0]}"
             )
     if len(shape) == 3 and inputs.is_floating_point():
@@ -113,6 +114,13 @@ def pictures(record: Record) -> Images:
         raise NotApplicable(
             f"it reads pictures, and these records are {type(record).__name__.lower()}"
         )
+    return record
+
+
+def floats(record: Record) -> Images | Columns:
+    """The record kind of an attack that computes with values, between which others lie."""
+    if isinstance(record, Tokens):
+        raise NotApplicable("it computes with the values of records, and these records are tokens")
     return record
 
 

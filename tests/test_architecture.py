@@ -12,17 +12,18 @@ from sources import FILES, imports
 
 SOURCES = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
 
-GROUND = {"_version", "errors", "types"}
+GROUND = {"_version", "errors", "records", "types"}
 TOOLS = GROUND | {"config", "files", "outside", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"audit", "guard"}
+AUDIT = FEDERATION | METHODS | {"audit", "exchanges", "guard", "kept"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
-    "types": {"errors"},
+    "records": {"errors"},
+    "types": {"errors", "records"},
     "config": GROUND,
     "files": GROUND,
     "outside": GROUND | {"config", "ranges"},
@@ -30,9 +31,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensors": GROUND,
     "fl": TOOLS,
     "threat": TOOLS | {"fl"},
+    "kept": TOOLS,
+    "exchanges": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
-    "audit": FEDERATION | METHODS | {"guard"},
+    "audit": FEDERATION | METHODS | {"exchanges", "guard", "kept"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
     "integrations": AUDIT | {"report"},

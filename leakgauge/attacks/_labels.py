@@ -51,6 +51,7 @@ from torch.utils.hooks import RemovableHandle
 from leakgauge.attacks._layers import gradient_sum, last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches, ready
+from leakgauge.records import floats
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -361,7 +362,7 @@ def _rounded(raw: Tensor, total: int) -> Tensor:
 
 
 def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
-    layer = last_linear(seen.model, seen.record.shape)
+    layer = last_linear(seen.model, floats(seen.record).shape)
     batches = minibatches(records, training)
     places, pulls = _path(training, len(batches))
     unit = 1 / (training.lr * float(pulls.sum()))

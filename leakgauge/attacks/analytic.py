@@ -27,6 +27,7 @@ from torch import Tensor
 from leakgauge.attacks._layers import first_linear, gradient_sum
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.ranges import POSITIVE, option
+from leakgauge.records import Images, floats
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 
@@ -47,7 +48,7 @@ class Analytic:
                 "the analytic attack divides sums of gradients, and an update by "
                 f"{seen.training.optimiser!r} is rescaled entry by entry"
             )
-        layer = first_linear(seen.model, seen.record.shape)
+        layer = first_linear(seen.model, floats(seen.record).shape)
         assert layer.weight is not None
         assert layer.bias is not None
         weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
@@ -60,9 +61,11 @@ class Analytic:
         ratios = weight[rows] / bias[rows, None]  # (rows, pixels)
         order = bias[rows].abs().argsort(descending=True)
         found = grouped(ratios[order], self.tolerance)[: seen.records]
-        images = seen.record.leaving(found.view(-1, *seen.record.shape))
+        inputs = seen.record.leaving(found.view(-1, *seen.record.shape))
+        if isinstance(seen.record, Images):
+            inputs = inputs.clamp(0, 1)
         return Reconstruction(
-            inputs=images.clamp(0, 1).float(),
+            inputs=inputs.float(),
             labels=None,
             residual=unexplained(weight, found),
             facts={"rows": int(rows.sum())},

@@ -35,6 +35,7 @@ from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import loss, minibatches, ready
 from leakgauge.ranges import count, option
+from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -157,6 +158,7 @@ def gradient_of(seen: Observation) -> Named:
     training, records = seen.training, seen.records
     if training is None or records is None:
         raise Withheld("the exact recursion needs 'training' and 'records' in the observation")
+    pictures(seen.record)
     _check(seen.model, training, records)
     return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
 

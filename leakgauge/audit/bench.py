@@ -152,7 +152,7 @@ class Bench:
         victims = threat.victims(round_, case.threat(self.plan))
         aim = target(round_, self.plan.public, victims)
         key = key_of(attack, aim, rng)
-        place = Checkpoint(self.store.prepared / f"{key}.safetensors", key)
+        place = Checkpoint(self.store.prepared / f"{key}.safetensors", key, self.store.begin)
         made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
         if made.models:
             if not isinstance(round_, Round):

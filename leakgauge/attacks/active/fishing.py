@@ -44,6 +44,7 @@ from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import minibatches, ready
 from leakgauge.ranges import FINITE, FROM_0, POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.types import (
     Kept,
     Knowledge,
@@ -82,7 +83,7 @@ class Fishing:
                 f"label is {self.label}; expected a class from 0 to {target.task.count - 1}"
             )
         model = copy.deepcopy(target.model)
-        layer = last_linear(model, target.record.shape)
+        layer = last_linear(model, pictures(target.record).shape)
         if layer.weight is None or layer.bias is None:
             raise NotApplicable(
                 "fishing changes and reads the weight and the bias of the last layer, and in "
