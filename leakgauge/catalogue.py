@@ -69,10 +69,7 @@ KINDS: dict[str, Kind] = {
     "partitions": Kind(
         "how records are shared out among clients", ("leakgauge.fl.partition:PARTITIONS",)
     ),
-    "metrics": Kind(
-        "how close a guess is to the record",
-        ("leakgauge.metrics:METRICS", "leakgauge.metrics:LOADED"),
-    ),
+    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",), "metric"),
     "labels": Kind("how an attack reads the labels", ("leakgauge.attacks._labels:RULES",)),
 }
 
@@ -102,7 +99,8 @@ def _offered(what: str) -> tuple[Entry, ...]:
         summary, problem, active = "", "", False
         try:
             item = outside.load(word, offer.spec, offer.name, ours)
-            summary = (inspect.getdoc(item) or "").partition("\n")[0]
+            about = item.score if word == "metric" else item
+            summary = (inspect.getdoc(about) or "").partition("\n")[0]
             active = hasattr(item, "tamper")
         except LeakGaugeError as error:
             problem = str(error)
@@ -135,7 +133,7 @@ def _items(module: str, name: str) -> Iterator[tuple[str, ast.expr]]:
 
 def _definition(module: str, value: ast.expr) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
     """The module and the class or function that an expression in `module` names."""
-    if isinstance(value, ast.Call):  # partial(function, …)
+    if isinstance(value, ast.Call):  # partial(function, …), Metric(function, …)
         value = value.args[0]
     if isinstance(value, ast.Attribute):  # module.function
         module, value = _imported(module, ast.unparse(value.value)), ast.Name(value.attr)

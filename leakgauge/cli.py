@@ -51,6 +51,7 @@ from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
 if TYPE_CHECKING:
     from leakgauge import audit as audits
+    from leakgauge.audit.results import Result, Trial
 
 app = typer.Typer(
     help="How much of a client's private data does your federation's update give away?",
@@ -189,25 +190,25 @@ def audit(
     console.print(terminal.summary_table(result))
     for note in terminal.notes(result):
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    verdict = result["verdict"]
+    assert result.verdict is not None  # an audit that was run has one
     for line in terminal.verdict(result):
         console.print(line)
     for path in report.write(store.out, images or ("show" if demo else "blur"), with_pdf=pdf):
         console.print(f"report    {escape(str(path))}", soft_wrap=True)
     console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
-    if result["interrupted"]:
+    if result.interrupted:
         errors.print("interrupted: the same command with --resume continues")
         raise typer.Exit(130)
-    failed = sum(trial["status"] == "failed" for trial in result["trials"])
+    failed = sum(trial.status == "failed" for trial in result.trials)
     if failed:
         errors.print(
-            f"[bold red]error:[/] {failed} of {len(result['trials'])} trials failed: their errors "
+            f"[bold red]error:[/] {failed} of {len(result.trials)} trials failed: their errors "
             "are in the result; --resume tries them again",
             soft_wrap=True,
         )
-    if demo and verdict["exit_code"] == 1:
+    if demo and result.verdict.exit_code == 1:
         return  # the example is meant to leak
-    raise typer.Exit(verdict["exit_code"])
+    raise typer.Exit(result.verdict.exit_code)
 
 
 def _demo() -> audits.Plan:
@@ -256,7 +257,7 @@ def _watch(progress: Progress) -> audits.Watch:
         note = f"{objective:.2e}" if objective else "honest rounds"
         progress.update(running[case.id], completed=done, total=total, note=note)
 
-    def end(case: audits.Case, trial: dict[str, Any] | None) -> None:
+    def end(case: audits.Case, trial: Trial) -> None:
         progress.remove_task(running.pop(case.id))
         progress.advance(whole)
 
@@ -348,7 +349,7 @@ def cite(folder: Annotated[Path, typer.Argument(help="The folder of an audit.")]
     print(report.references.bibtex(_result(folder)))
 
 
-def _result(path: Path) -> dict[str, Any]:
+def _result(path: Path) -> Result:
     from leakgauge.audit import schema
 
     return schema.load(path / "result.json" if path.is_dir() else path)
@@ -395,7 +396,10 @@ def _details(kind: str, entry: catalogue.Entry, long: bool) -> str:
         return escape(f"cannot be used{origin}: {entry.problem}")
     if not long:
         return escape(entry.summary + origin)
+    from leakgauge.types import Metric
+
     item = catalogue.load(entry)
+    item = item.score if isinstance(item, Metric) else item
     made = item.func if isinstance(item, partial) else item
     paragraphs = f"{inspect.getdoc(made)}{origin}".split("\n\n")
     if [e.module for e in catalogue.entries(kind)].count(entry.module) == 1:  # a file of its own

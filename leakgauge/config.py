@@ -1,7 +1,8 @@
-"""TOML table → frozen dataclass: strict, typed, with "did you mean".
+"""TOML or JSON table → frozen dataclass: strict, typed, with "did you mean".
 
 The dataclass *is* the schema: its fields are the keys, its annotations the types, its defaults the
-defaults. Nothing is ignored and nothing is guessed; every message names the key by its full path.
+defaults. Nothing is guessed; every message names the key by its full path. Nothing is ignored
+either, unless the reader is `lenient`: a file of another version may know more keys.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
-import math
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,19 +107,19 @@ def no_exit() -> Iterator[None]:
         ) from error
 
 
-def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
-    """An instance of the dataclass `cls` from a table; `where` is its path for messages."""
+def build(cls: type[T], table: Mapping[str, Any], where: str, *, lenient: bool = False) -> T:
+    """An instance of the dataclass `cls` from a table; `where` is its path for messages. A lenient
+    one leaves out the keys that it does not know."""
     if not isinstance(table, Mapping):
-        raise PlanError(f"{where}: expected a table, got {table!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    for key in table:
-        if key not in fields:
-            raise PlanError(f"{where}: unknown key {key!r}{did_you_mean(key, fields)}")
-    values = {k: convert(v, hints[k], f"{where}.{k}") for k, v in table.items()}
-    for name, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and name not in values:
+        raise PlanError(f"{where}: expected a table, got {shown(table)}")
+    hints, required = _fields(typing.cast("Any", cls))
+    for key in () if lenient else table:
+        if key not in hints:
+            raise PlanError(f"{where}: unknown key {key!r}{did_you_mean(key, hints)}")
+    known = [key for key in table if key in hints]
+    values = {k: convert(table[k], hints[k], f"{where}.{k}", lenient=lenient) for k in known}
+    for name in required:
+        if name not in values:
             raise PlanError(f"{where}: key {name!r} is missing")
     try:
         return cls(**values)
@@ -125,33 +127,46 @@ def build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         raise PlanError(f"{where}: {error}") from error
 
 
-def convert(value: Any, hint: Any, where: str) -> Any:
+@cache
+def _fields(cls: Any) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a dataclass with their types, and those that a table must have."""
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    hints = typing.get_type_hints(cls)
+    absent = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is absent and f.default_factory is absent]
+    return {f.name: hints[f.name] for f in fields}, required
+
+
+def convert(value: Any, hint: Any, where: str, *, lenient: bool = False) -> Any:
     """`value` as the annotated type; no silent change of kind except int → float, list → tuple."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
+    if hint in (Any, object):
         return value
     if origin is typing.Literal:
         if (type(value), value) not in [(type(arg), arg) for arg in args]:  # True is not 1
             hint_text = did_you_mean(str(value), map(str, args))
-            raise PlanError(f"{where}: {value!r} is not a choice{hint_text}")
+            raise PlanError(f"{where}: {shown(value)} is not a choice{hint_text}")
         return value
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, args, where)
+        return _convert_union(value, args, where, lenient)
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast("type[Any]", hint), value, where)
+        return build(typing.cast("type[Any]", hint), value, where, lenient=lenient)
     if origin in (tuple, frozenset):
         if not isinstance(value, list | tuple | set | frozenset):
-            raise PlanError(f"{where}: expected a list, got {value!r}")
+            raise PlanError(f"{where}: expected a list, got {shown(value)}")
         item = args[0] if origin is frozenset or args[1:] == (Ellipsis,) else None
+        if item in (float, float | None) and all(type(v) is float and isfinite(v) for v in value):
+            return origin(value)  # most of a result is such lists
         hints = [item] * len(value) if item is not None else list(args)
         if len(hints) != len(value):
             raise PlanError(f"{where}: expected {len(hints)} values, got {len(value)}")
         pairs = enumerate(zip(value, hints, strict=True))
-        return origin(convert(v, h, f"{where}[{i}]") for i, (v, h) in pairs)
+        return origin(convert(v, h, f"{where}[{i}]", lenient=lenient) for i, (v, h) in pairs)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise PlanError(f"{where}: expected a table, got {value!r}")
-        return {k: convert(v, args[1], f"{where}.{k}") for k, v in value.items()}
+            raise PlanError(f"{where}: expected a table, got {shown(value)}")
+        items = value.items()
+        return {k: convert(v, args[1], f"{where}.{k}", lenient=lenient) for k, v in items}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) <= LARGEST:  # NaN too; a TOML integer may exceed any float
             raise PlanError(f"{where}: expected a finite number, got {shown(value)}")
@@ -172,7 +187,7 @@ def plain(value: Any) -> Any:
         return sorted(plain(item) for item in value)
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not isfinite(value):
         return None
     return value
 
@@ -186,7 +201,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
+def _convert_union(value: Any, args: tuple[Any, ...], where: str, lenient: bool) -> Any:
     if value is None and type(None) in args:
         return None
     problems = []
@@ -194,7 +209,7 @@ def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
         if arg is type(None):
             continue
         try:
-            return convert(value, arg, where)
+            return convert(value, arg, where, lenient=lenient)
         except PlanError as error:
             problems.append(str(error))
     raise PlanError(" or ".join(dict.fromkeys(problems)))

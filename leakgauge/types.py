@@ -21,6 +21,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
 Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
+Stopped: TypeAlias = Literal["done", "time", "patience"]
 Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
 
@@ -152,7 +153,9 @@ class Resources:
 class Reconstruction:
     """An attack's guess with the attack's own residual: it never knew how good the guess is.
 
-    `history` is its objective per iteration, `distances` the gradient distance in it.
+    `history` is its objective per iteration, `distances` the gradient distance in it; `objectives`
+    are those that the restarts ended with after `iterations` in all, `stopped` says why they ended.
+    `differed` is the relative error of a fast derivative that was therefore not used.
     """
 
     inputs: Tensor
@@ -160,6 +163,10 @@ class Reconstruction:
     residual: float
     history: tuple[float, ...] = ()
     distances: tuple[float, ...] = ()
+    iterations: int = 0
+    objectives: tuple[float, ...] = ()
+    stopped: Stopped = "done"
+    differed: float | None = None
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -308,7 +315,23 @@ Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 """What a client does to protect itself: it implements the hooks it needs, others pass through."""
 
 
-class Metric(Protocol):
-    """Scores guesses (N, C, H, W) against truths of the same shape, one score per sample: (N,)."""
+Scorer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Guesses (N, C, H, W) and truths of the same shape to one number per sample, (N,)."""
 
-    def __call__(self, guess: Tensor, truth: Tensor) -> Tensor: ...
+
+@dataclass(frozen=True)
+class Metric:
+    """How close guesses are to truths: `score` is a Scorer or, with `loads`, makes one from a file.
+
+    A record counts as recovered when it is at least as close as `limit`, and closer than its own
+    mean image by `margin`; a metric without a limit is only shown, unless a plan gives it one.
+    """
+
+    score: Callable[..., Any]
+    label: str
+    unit: str = ""
+    better: Literal["higher", "lower"] = "higher"
+    record: Literal["images"] = "images"
+    limit: float | None = None
+    margin: float = 0.0
+    loads: bool = False

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from leakgauge import __version__
+from leakgauge.audit.document import Document, Federation, Limit, Measure
+from leakgauge.audit.results import (
+    Attacker,
+    Audited,
+    Explanation,
+    Forecasted,
+    Found,
+    LabelScore,
+    Measurement,
+    NotRun,
+    Pictures,
+    Result,
+    Rung,
+    RunTimes,
+    Score,
+    Sensitivity,
+    Times,
+    Trial,
+)
 from leakgauge.audit.schema import SCHEMA
 from leakgauge.audit.summary import derived
+from leakgauge.audit.verdict import measurements
+from leakgauge.config import plain
+from leakgauge.metrics import METRICS
+from leakgauge.types import LocalTraining
 
 ATTACKS = ("analytic", "inverting-gradients", "dlg")
 DEFENCES = ("none", "prune")
@@ -36,7 +60,7 @@ def sample(
     pool: int | None = None,
     text: str = "",
     seed: int = 0,
-) -> dict[str, Any]:
+) -> Result:
     """Make one in `folder` that ends in this outcome. `pool` lets trials share that many pairs of
     pictures; `text` is put into every text that a user, a file or an error can choose."""
     rng = np.random.default_rng(seed)
@@ -49,126 +73,193 @@ def sample(
         for attack in attacks
     ]
     if outcome != "leaks":
-        for trial in trials:
-            _protect(trial)
+        trials = [_protected(trial) for trial in trials]
     if outcome == "failed":
         trials[0] = failed(trials[0], f"RuntimeError: it broke{text}", f"Traceback{text}")
     first = trials[-1]
-    twin = _other(first, "control", f"control.{attacks[0]}", attacks[0] + text, 61.0)
-    cannot = {k: twin[k] for k in ("round", "defence", "seed", "realism", "times", "kind")} | {
-        "id": f"control.{attacks[-1]}.none",
-        "attack": attacks[-1] + text,
-        "status": "not applicable",
-        "error": "needs a linear layer → there is none" + text,
-    }
-    rungs = [_other(first, "ladder", f"ladder.{dB}", attacks[0] + text, dB) for dB in (33.0, 17.5)]
+    twin = replace(_other(first, f"control.{attacks[0]}", attacks[0] + text, 61.0), kind="control")
+    cannot = replace(
+        twin,
+        id=f"control.{attacks[-1]}.none",
+        attack=attacks[-1] + text,
+        status="not applicable",
+        error="needs a linear layer → there is none" + text,
+        found=None,
+        score=None,
+    )
+    rungs = [
+        replace(_other(first, f"ladder.{dB}", attacks[0] + text, dB), kind="ladder")
+        for dB in (33.0, 17.5)
+    ]
     extra = [twin, cannot, *rungs] if outcome != "inconclusive" else [cannot, *rungs]
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "leakgauge": __version__,
-        "versions": {"python": "3.11.7", "torch": "2.13.0+cpu" + text},
-        "name": "hospital" + text,
-        "fingerprint": "04fe4d7bb2e8052115a2d11ca9706a988b8d17305fc45bc5f5e2672c49933451",
-        "plan": _plan(rounds, defences, attacks, seeds, text),
-        "federation": {
-            "model": "resnet-10" + text,
-            "data": "photos" + text,
-            "records": 240,
-            "shape": list(shape),
-            "classes": [f"{name}{text}" for name in ("astronaut", "coffee", "retina", "rocket")],
-            "parameters": 4_903_242,
-        },
-        "threat": {
-            "actor": "server",
-            "client": 0,
-            "holds": ["records", "training"],
-            "withheld": ["labels", "own"],
-            "realism": "realistic",
-            "knowledge": {
+    limit = Limit()
+    if outcome == "below the limit":  # some dozen records can show no lower limit
+        limit = Limit(share=0.5, found=0.5)
+    result = Result(
+        schema=SCHEMA,
+        leakgauge=__version__,
+        versions={"python": "3.11.7", "torch": "2.13.0+cpu" + text},
+        name="hospital" + text,
+        fingerprint="04fe4d7bb2e8052115a2d11ca9706a988b8d17305fc45bc5f5e2672c49933451",
+        plan=_plan(rounds, defences, attacks, seeds, limit, text),
+        federation=Audited(
+            model="resnet-10" + text,
+            data="photos" + text,
+            records=240,
+            shape=shape,
+            classes=tuple(f"{name}{text}" for name in ("astronaut", "coffee", "retina", "rocket")),
+            parameters=4_903_242,
+        ),
+        threat=Attacker(
+            actor="server",
+            client=0,
+            malicious=False,
+            holds=("records", "training"),
+            withheld=("labels", "own"),
+            realism="realistic",
+            knowledge={
                 "training": "learning rate, steps, batch size and modes of the local training",
                 "records": "the number of records behind the update" + text,
                 "labels": "the true labels",
                 "own": "the attacking client's own records",
             },
-        },
-        "control": [{"trials": [trial["id"]]} for trial in (twin, cannot)],
-        "explanation": {
-            "attack": attacks[0] + text,
-            "rungs": [
-                _rung("twin", "batch 1, one step, untrained" + text, twin["id"]),
-                _rung("batch", "batch 1 → 8", rungs[0]["id"]),
-                _rung("batch norm", "eval → train batch norm", rungs[1]["id"]),
-                _rung("defence", f"no defence → prune{text}", trials[-1]["id"]),
-            ],
-        },
-        "sensitivity": {
-            "noise": 0.01,
-            "cosine_distance": 0.0171,
-            "words": f"The gradient follows the pixels closely: matching it is well posed.{text}",
-        },
-        "trials": [*trials, *extra],
-        "not_run": [
-            {"id": f"round0.none.dlg.seed{7 + i}", "attack": attacks[-1] + text,
-             "reason": "the budget of 10 min was spent" + text}
+        ),
+        metrics=measurements({name: METRICS[name] for name in ("psnr", "ssim")}, limit),
+        summary=(),
+        control=(),
+        verdict=None,
+        explanation=None,
+        sensitivity=Sensitivity(
+            noise=0.01,
+            cosine_distance=0.0171,
+            words=f"The gradient follows the pixels closely: matching it is well posed.{text}",
+        ),
+        trials=(*trials, *extra),
+        not_run=()
+        if outcome == "below the limit"
+        else tuple(
+            NotRun(
+                id=f"round0.none.dlg.seed{7 + i}",
+                attack=attacks[-1] + text,
+                reason="the budget of 10 min was spent" + text,
+            )
             for i in range(2)
-        ],
-        "references": ["ssim"],
-        "times": {
-            "cpu_seconds": 812.4,
-            "wall_seconds": 431.0,
-            "forecast": {"cpu_seconds": 700.0, "megabytes": 512.0, "error": 0.16},
-            "finished": "2026-01-05T10:20:30Z",
-        },
-    }  # fmt: skip
-    if outcome == "below the limit":  # some dozen records can show no lower limit
-        result["plan"]["audit"]["limit"] |= {"share": 0.5, "found": 0.5}
-        result["not_run"] = []
-    rederive(result)
-    assert result["verdict"]["outcome"] == outcome
+        ),
+        references=("ssim",),
+        times=RunTimes(
+            cpu_seconds=812.4,
+            wall_seconds=431.0,
+            forecast=Forecasted(700.0, None, None, megabytes=512.0, error=0.16),
+            finished="2026-01-05T10:20:30Z",
+        ),
+    )
+    ladder = Explanation(
+        attack=attacks[0] + text,
+        rungs=(
+            Rung("twin", "batch 1, one step, untrained" + text, (twin.id,)),
+            Rung("batch", "batch 1 → 8", (rungs[0].id,)),
+            Rung("batch norm", "eval → train batch norm", (rungs[1].id,)),
+            Rung("defence", f"no defence → prune{text}", (first.id,)),
+        ),
+    )
+    result = derived(result, [trial.id for trial in (twin, cannot)], ladder)
+    assert result.verdict is not None
+    assert result.verdict.outcome == outcome
     save(folder, result)
     return result
 
 
-def rederive(result: dict[str, Any]) -> dict[str, Any]:
-    """Bring what follows from the trials up to them, after an edit."""
-    controls = [trial for entry in result["control"] for trial in entry["trials"]]
-    result |= derived(
-        result["plan"], result["trials"], controls, result["explanation"], result["not_run"]
-    )
-    return result
+def rederive(result: Result) -> Result:
+    """What follows from the trials brought up to them, after an edit."""
+    controls = [trial for entry in result.control for trial in entry.trials]
+    return derived(result, controls, result.explanation)
 
 
-def save(folder: Path, result: dict[str, Any]) -> Path:
+def save(folder: Path, result: Result) -> Path:
     path = folder / "result.json"
-    path.write_text(json.dumps(result, ensure_ascii=False, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(plain(result), ensure_ascii=False, indent=1), encoding="utf-8")
     return path
 
 
-def failed(trial: dict[str, Any], error: str, traceback: str) -> dict[str, Any]:
+def older(result: Result) -> Result:
+    """The same audit as it is read from a file of the first schema: it judged nothing."""
+    return replace(
+        result,
+        threat=None,
+        control=(),
+        verdict=None,
+        explanation=None,
+        sensitivity=None,
+        trials=tuple(trial for trial in result.trials if trial.kind == "trial"),
+        not_run=(),
+        references=(),
+        times=RunTimes(result.times.cpu_seconds, None, None, None),
+    )
+
+
+def failed(trial: Trial, error: str, traceback: str) -> Trial:
     """The same trial, had it crashed."""
-    keys = ("id", "kind", "round", "defence", "attack", "seed", "realism", "times")
-    return {key: trial[key] for key in keys} | {
-        "status": "failed",
-        "error": error,
-        "traceback": traceback,
-    }
+    return replace(trial, status="failed", error=error, traceback=traceback, found=None, score=None)
 
 
-def _protect(trial: dict[str, Any]) -> None:
+def unscored(trial: Trial) -> Trial:
+    """The same trial, had nobody known the truth."""
+    assert trial.found is not None
+    assert trial.found.images is not None
+    images = replace(trial.found.images, truths=())
+    return replace(trial, status="unscored", found=replace(trial.found, images=images), score=None)
+
+
+def rescored(trial: Trial, labels: float | None = None, **scores: Sequence[float]) -> Trial:
+    """The same trial with other scores, and another share of the labels."""
+    assert trial.score is not None
+    score = replace(
+        trial.score,
+        scores=trial.score.scores | {name: tuple(values) for name, values in scores.items()},
+    )
+    if labels is not None and score.labels:
+        score = replace(score, labels=replace(score.labels, accuracy=labels))
+    return replace(trial, score=score)
+
+
+def measured_by(result: Result, metric: Measurement, score: Callable[[float], float]) -> Result:
+    """The same audit, had it this metric as well: `score` makes its numbers from the PSNR."""
+
+    def also(trial: Trial) -> Trial:
+        if trial.score is None:
+            return trial
+        tables = {
+            key: (old := getattr(trial.score, key)) | {metric.name: tuple(map(score, old["psnr"]))}
+            for key in ("scores", "mean_image", "random_image")
+        }
+        return replace(trial, score=replace(trial.score, **tables))
+
+    audit = replace(result.plan.audit, metrics=(*result.plan.audit.metrics, metric.name))
+    return rederive(
+        replace(
+            result,
+            plan=replace(result.plan, audit=audit),
+            metrics=(*result.metrics, metric),
+            trials=tuple(map(also, result.trials)),
+        )
+    )
+
+
+def _protected(trial: Trial) -> Trial:
     """The same trial, had it recovered nothing."""
-    count = trial["records"]
-    trial["scores"] = trial["scores"] | {"psnr": [9.0] * count, "identified": [0.0] * count}
-    trial["labels"] = trial["labels"] | {"accuracy": 0.25}
+    assert trial.score is not None
+    count = trial.score.records
+    return rescored(trial, labels=0.25, psnr=[9.0] * count, identified=[0.0] * count)
 
 
-def _other(trial: dict[str, Any], kind: str, name: str, attack: str, psnr: float) -> dict[str, Any]:
-    """The same trial with another score, of another kind."""
-    count = trial["records"]
+def _other(trial: Trial, name: str, attack: str, psnr: float) -> Trial:
+    """The same trial with another score and name."""
+    assert trial.score is not None
+    count = trial.score.records
     scores = {"psnr": [psnr] * count, "ssim": [0.9] * count, "identified": [1.0] * count}
-    return trial | {
-        "id": name, "kind": kind, "attack": attack, "realism": "realistic", "scores": scores,
-        "labels": trial["labels"] | {"accuracy": 1.0},
-    }  # fmt: skip
+    return replace(
+        rescored(trial, labels=1.0, **scores), id=name, attack=attack, realism="realistic"
+    )
 
 
 def picture(shape: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
@@ -206,7 +297,7 @@ def _trial(
     shape: tuple[int, int, int],
     pool: int | None,
     text: str,
-) -> dict[str, Any]:
+) -> Trial:
     name = f"round{stage}.{defence}.{attack}.seed{seed}"
     reach = next((dB for key, dB in SEES.items() if attack.startswith(key)), 18.0)
     reach -= 0 if defence.startswith("none") else 12.0
@@ -227,51 +318,51 @@ def _trial(
         shown *= records
     labels = rng.integers(0, 4, records)
     base = (11 + rng.standard_normal(records)).tolist()
-    return {
-        "id": name,
-        "kind": "trial",
-        "round": stage,
-        "defence": defence,
-        "attack": attack,
-        "seed": seed,
-        "realism": "oracle" if attack.startswith("dlg") else "realistic",
-        "status": "done",
-        "error": None,
-        "records": records,
-        "guesses": records,
-        "scores": {
-            "psnr": psnr,
-            "ssim": [min(1.0, max(0.0, value / 50)) for value in psnr],
-            "identified": [float(value > 16) for value in psnr],
-        },
-        "baselines": {
-            "mean image": {"psnr": base, "ssim": [0.05] * records},
-            "random image": {"psnr": [value - 1.5 for value in base], "ssim": [0.01] * records},
-            "identified": 1 / 204,
-        },
-        "labels": {
-            "guess": sorted(labels.tolist()),
-            "truth": sorted(labels.tolist()),
-            "accuracy": 0.875,
-            "random": 0.3,
-            "class prior": 0.34,
-        },
-        "residual": 0.01,
-        "history": np.geomspace(1, 0.01, 200).tolist(),
-        "notes": ["the fast derivative was off by 2 % at the start" + text] if seed == 0 else [],
-        "facts": {"objective": 0.01, "kind": text},
-        "caveats": ["the objective was still falling at the end" + text] if seed == 0 else [],
-        "images": {
-            "sheet": f"images/{'pool' if pool is not None else 'sheet'}/sheet.png",
-            "truths": [pair[0] for pair in shown],
-            "guesses": [pair[1] for pair in shown],
-        },
-        "times": {"wall_seconds": 1.5, "cpu_seconds": 1.4},
-    }
-
-
-def _rung(factor: str, label: str, *trials: str) -> dict[str, Any]:
-    return {"factor": factor, "label": label, "trials": list(trials)}
+    return Trial(
+        id=name,
+        kind="trial",
+        round=stage,
+        defence=defence,
+        attack=attack,
+        seed=seed,
+        realism="oracle" if attack.startswith("dlg") else "realistic",
+        status="done",
+        error=None,
+        times=Times(wall_seconds=1.5, cpu_seconds=1.4),
+        found=Found(
+            guesses=records,
+            labels=tuple(sorted(labels.tolist())),
+            residual=0.01,
+            history=tuple(np.geomspace(1, 0.01, 200).tolist()),
+            iterations=200,
+            objectives=(0.01,),
+            notes=("the fast derivative was off by 2 % at the start" + text,) if seed == 0 else (),
+            facts={"objective": 0.01, "kind": text},
+            images=Pictures(
+                sheet=f"images/{'pool' if pool is not None else 'sheet'}/sheet.png",
+                truths=tuple(pair[0] for pair in shown),
+                guesses=tuple(pair[1] for pair in shown),
+            ),
+        ),
+        score=Score(
+            records=records,
+            scores={
+                "psnr": tuple(psnr),
+                "ssim": tuple(min(1.0, max(0.0, value / 50)) for value in psnr),
+                "identified": tuple(float(value > 16) for value in psnr),
+            },
+            mean_image={"psnr": tuple(base), "ssim": (0.05,) * records},
+            random_image={
+                "psnr": tuple(value - 1.5 for value in base),
+                "ssim": (0.01,) * records,
+            },
+            identified=1 / 204,
+            labels=LabelScore(
+                truth=tuple(sorted(labels.tolist())), accuracy=0.875, random=0.3, class_prior=0.34
+            ),
+            caveats=("the objective was still falling at the end" + text,) if seed == 0 else (),
+        ),
+    )
 
 
 def _plan(
@@ -279,34 +370,19 @@ def _plan(
     defences: tuple[str, ...],
     attacks: tuple[str, ...],
     seeds: int,
+    limit: Limit,
     text: str,
-) -> dict[str, Any]:
+) -> Document:
     options = {"prune": {"share": 0.99}, "clip-and-noise": {"epsilon": 100.0, "norm": 0.05}}
-    return {
-        "federation": {
-            "model": "resnet-10" + text,
-            "data": {"name": "photos", "size": 16},
-            "checkpoint": None,
-            "training": {
-                "lr": 0.01,
-                "batch_size": 8,
-                "steps": 1,
-                "epochs": None,
-                "optimiser": "sgd",
-                "batch_norm": "train",
-                "mean": [0.5],
-            },
-            "clients": 4,
-            "participants": None,
-            "rounds": list(rounds),
-        },
-        "attack": [{"name": attack + text, "iterations": 300} for attack in attacks],
-        "threat": {"actor": "server", "grants": ["records", "training"], "client": 0},
-        "defence": [{"name": defence + text} | options.get(defence, {}) for defence in defences],
-        "audit": {
-            "limit": {"psnr": 15.0, "share": 0.1, "found": 0.1, "labels": 0.5},
-            "seeds": list(range(seeds)),
-            "metrics": ["psnr", "ssim"],
-            "note": text,
-        },
-    }
+    return Document(
+        federation=Federation(
+            model="resnet-10" + text,
+            data={"name": "photos", "size": 16},
+            training=LocalTraining(batch_size=8, mean=(0.5,)),
+            clients=4,
+            rounds=rounds,
+        ),
+        attack=tuple({"name": attack + text, "iterations": 300} for attack in attacks),
+        defence=tuple({"name": defence + text} | options.get(defence, {}) for defence in defences),
+        audit=Measure(seeds=tuple(range(seeds)), metrics=("psnr", "ssim"), limit=limit),
+    )

@@ -9,12 +9,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_result import HOSTILE, failed, rederive, sample, save
+from sample_result import HOSTILE, failed, measured_by, rederive, sample, save
 
 from leakgauge.audit import schema
+from leakgauge.audit.results import Measurement
 from leakgauge.report import html
 
 CHROMIUM = next(
@@ -63,8 +65,14 @@ def report(tmp_path_factory) -> Path:
 def hostile(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     made = sample(folder, seeds=1, text=HOSTILE)
-    made["trials"].append(failed(made["trials"][0], HOSTILE, HOSTILE))
-    made["plan"]["audit"][HOSTILE] = HOSTILE * 5
+    metric = Measurement("x", HOSTILE, HOSTILE, "lower", 0.5)
+    made = measured_by(made, metric, lambda psnr: 1 / psnr)
+    attacks = (*made.plan.attack, {"name": HOSTILE, HOSTILE: HOSTILE * 5})
+    made = replace(
+        made,
+        trials=(*made.trials, failed(made.trials[0], HOSTILE, HOSTILE)),
+        plan=replace(made.plan, attack=attacks),
+    )
     loaded = schema.load(save(folder, rederive(made)))
     (folder / "report.html").write_text(html.render(loaded, folder, "show"), encoding="utf-8")
     return folder / "report.html"

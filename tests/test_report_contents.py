@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import tomllib
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_result import failed, sample
+from sample_result import failed, sample, unscored
 from scipy.stats import binomtest
 
 from leakgauge.audit import verdict
+from leakgauge.audit.document import Document, Federation
+from leakgauge.audit.results import Measurement, NotRun, Spread
+from leakgauge.config import plain
 from leakgauge.report import annex, contents, figures, first_screen, wording
 
 
@@ -39,6 +43,19 @@ def test_the_interval_of_a_share_is_wilson_s(hits, records):
 )
 def test_durations_read_well(seconds, text):
     assert wording.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.8341, "", "0.834"),
+        (150.0, "dB", "150\xa0dB"),
+        (0.000412, "", "0.000412"),
+        (0, "s", "0\xa0s"),
+    ],
+)
+def test_scores_by_any_metric_read_well(value, unit, text):
+    assert wording.number(value, Measurement("x", "X", unit, "lower")) == text
 
 
 def test_numbers_read_well():
@@ -90,52 +107,46 @@ def has_none_in_list(value):
 
 
 @given(st.dictionaries(st.text("ab -.é"), plans, max_size=5))
-def test_the_plan_is_printed_as_toml_that_reads_back(plan):
-    if not has_none_in_list(plan):  # TOML has no null
-        assert tomllib.loads(annex.plan_text({"plan": plan})) == without_none(plan)
+def test_the_plan_is_printed_as_toml_that_reads_back(free):
+    if not has_none_in_list(free):  # TOML has no null
+        plan = Document(Federation(model=free, data="photos"), attack=(free, {"name": "dlg"}))
+        assert tomllib.loads(annex.plan_text(plan)) == without_none(plain(plan))
 
 
-def test_settings_are_named_like_the_rows_of_the_plan(result):
-    result["plan"]["defence"] = [
+def test_settings_are_named_like_the_rows_of_the_plan():
+    methods = (
         {"name": "none"},
         {"name": "prune", "share": 0.5},
         {"name": "prune", "share": 0.9, "scope": "layer"},
-    ]
-    assert contents.settings(result, "defence") == {
+    )
+    assert contents.settings(methods) == {
         "none": "",
         "prune": "share = 0.5",
         "prune-2": 'share = 0.9, scope = "layer"',
     }
 
 
-@pytest.mark.parametrize(
-    "plan", [{}, {"federation": 3, "attack": "x", "defence": [1], "audit": []}]
-)
-def test_a_plan_of_any_shape_is_survived(tmp_path, result, plan):
-    result["plan"] = plan
-    assert contents.scope(result)
-    assert contents.settings(result, "attack") == {}
-    assert len(contents.coverage(result)) == 3
-
-
 def test_coverage_counts_every_end_a_trial_can_have(result):
-    trials = result["trials"]
+    trials = list(result.trials)
+    control = replace(failed(trials[6], "control", ""), kind="control")
     trials[0] = failed(trials[0], "boom", "")
-    trials[3] = failed(trials[3], "no layer", "") | {"status": "not applicable"}
-    control = failed(trials[6], "control", "") | {"kind": "control"}
-    result["trials"].append(control)
-    first = contents.coverage(result)[0]
+    trials[3] = replace(failed(trials[3], "no layer", ""), status="not applicable")
+    trials[6] = unscored(trials[6])
+    made = replace(result, trials=(*trials, control))
+    first = contents.coverage(made)[0]
     assert (first.attack, first.done, first.not_applicable, first.failed, first.not_run) == (
         "analytic", 2, 1, 1, 0,
     )  # fmt: skip
-    assert set(first.reasons) == {"failed: boom", "not applicable: no layer"}
-    assert contents.coverage(result)[2].not_run == 2
+    assert set(first.reasons) == {
+        "failed: boom", "not applicable: no layer", "nobody knows the truth: not scored",
+    }  # fmt: skip
+    assert contents.coverage(made)[2].not_run == 2
 
 
 def test_an_attack_that_never_ran_is_listed(result):
-    result["plan"]["attack"].append({"name": "idlg"})
-    result["not_run"] = [{"id": "x", "attack": "idlg", "reason": "budget"}]
-    last = contents.coverage(result)[-1]
+    plan = replace(result.plan, attack=(*result.plan.attack, {"name": "idlg"}))
+    made = replace(result, plan=plan, not_run=(NotRun("x", "idlg", "budget"),))
+    last = contents.coverage(made)[-1]
     assert (last.attack, last.done, last.not_run, last.reasons) == (
         "idlg",
         0,
@@ -152,9 +163,8 @@ def test_the_ledger_counts_every_measured_row_once(result):
     assert {name: line.counts for name, line in lines.items()} == {
         "realistic": True, "active": True, "informed": True, "oracle": False,
     }  # fmt: skip
-    best = max(
-        row["scores"]["psnr"]["median"] for row in result["summary"] if row["realism"] == "oracle"
-    )
+    rows = [row.measured for row in result.summary]
+    best = max(row.scores["psnr"].median for row in rows if row.realism == "oracle")
     assert lines["oracle"].highest == wording.decibels(best)
     assert lines["informed"].highest == "–"
 
@@ -165,42 +175,44 @@ def test_limits_follow_the_result(result):
     assert "2 trials of the plan did not run" in texts
     assert "reduced to a few blocks" in texts
     assert "known-weak twin" not in texts
-    result["not_run"] = []
-    for entry in result["control"]:
-        entry["passed"] = False
-    texts = " ".join(contents.limits(result, "show"))
+    control = tuple(replace(entry, passed=False) for entry in result.control)
+    texts = " ".join(contents.limits(replace(result, not_run=(), control=control), "show"))
     assert "No attack broke the known-weak twin" in texts
     assert "did not run" not in texts
     assert "few blocks" not in texts
 
 
 def test_failed_trials_of_a_row_are_a_caveat_of_it(result):
-    row = result["summary"][0]
-    row["failed"], row["caveats"] = 1, [f"caveat {i}" for i in range(9)]
-    caveats = contents.findings(result)[0].caveats
+    row = result.summary[0]
+    found = replace(row.measured, caveats=tuple(f"caveat {i}" for i in range(9)))
+    made = replace(result, summary=(replace(row, failed=1, measured=found),))
+    caveats = contents.findings(made)[0].caveats
     assert caveats[0] == "1 of 2 trials failed"
     assert caveats[1:6] == tuple(f"caveat {i}" for i in range(5))
     assert caveats[6] == "and 4 more in result.json"
 
 
 def test_no_risk_is_named_where_a_mean_image_does_as_well(result):
-    row = next(r for r in result["summary"] if r["defence"] == "none" and r["attack"] == "analytic")
-    find = lambda: contents.findings(result)[result["summary"].index(row)].risk  # noqa: E731
-    assert find() == first_screen.risk_level(result) == "very high"
-    row["baselines"]["mean image"]["psnr"] = row["scores"]["psnr"]["median"]
-    assert find() is None
-    assert first_screen.risk_level(result) is None
+    row = result.summary[0]
+    assert (row.defence, row.attack) == ("none", "analytic")
+    assert contents.findings(result)[0].risk == first_screen.risk_level(result) == "very high"
+    found = replace(
+        row.measured, mean_image={"psnr": row.measured.scores["psnr"].median, "ssim": 0.0}
+    )
+    made = replace(result, summary=(replace(row, measured=found), *result.summary[1:]))
+    assert contents.findings(made)[0].risk is None
+    assert first_screen.risk_level(made) is None
 
 
 @pytest.mark.parametrize(("error", "text"), [(0.16, "16\xa0% too high"), (-0.4, "40\xa0% too low")])
 def test_the_forecast_says_how_wrong_it_was(result, error, text):
-    result["times"]["forecast"]["error"] = error
-    assert text in dict(annex.annex(result, None))["Forecast"]
+    times = replace(result.times, forecast=replace(result.times.forecast, error=error))
+    assert text in dict(annex.annex(replace(result, times=times), None))["Forecast"]
 
 
 def test_many_classes_and_seeds_are_listed_in_part(result):
-    result["federation"]["classes"] = [f"c{i}" for i in range(1000)]
-    scope = dict(contents.scope(result))
+    audited = replace(result.federation, classes=tuple(f"c{i}" for i in range(1000)))
+    scope = dict(contents.scope(replace(result, federation=audited)))
     assert scope["Classes"].startswith("1,000: c0, c1")
     assert scope["Classes"].endswith("c9 and 990 more")
     assert wording.listed(list(range(25))).endswith("19 and 5 more")
@@ -234,7 +246,7 @@ def test_an_axis_holds_what_it_must(values):
 
 def test_a_strip_draws_a_dot_a_record_and_its_marks():
     axis = figures.Axis(0, 40, (0.0, 40.0))
-    spread = {"least": 5.0, "most": 30.0, "median": 20.0, "quartiles": [10.0, 24.0]}
+    spread = Spread(18.0, 20.0, (10.0, 24.0), (5.0, 30.0), least=5.0, most=30.0, count=3)
     svg = figures.svg(figures.strip([5.0, 20.0, 30.0], spread, 12.0, 15.0, axis))
     assert svg.count('<circle class="dot"') == 3
     assert 'cx="12.50%"' in svg

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import unescape
 
 import pytest
 from rich.console import Console
-from sample_result import failed, rederive, sample
+from sample_result import failed, measured_by, rederive, rescored, sample, unscored
 
-from leakgauge.report import contents, first_screen, html, markdown, pdf, terminal, wording
+from leakgauge.audit.results import Measurement
+from leakgauge.audit.verdict import measurements
+from leakgauge.metrics import METRICS
+from leakgauge.report import contents, diff, first_screen, html, markdown, pdf, terminal, wording
 
 FORMS = ["html", "markdown", "pdf", "terminal"]
+FOG = Measurement("fog", "Fog [m] <b>|*", "km", "lower", limit=0.7)
+"""A metric that nobody but these tests knows, of a name that would like to be markup."""
 REASON = "no layer tells its records apart. fc2: the ratio is {:.2f}; fc1: it is no linear layer"
 
 
@@ -67,11 +73,11 @@ def test_the_first_screen_has_all_its_parts_in_order(tmp_path, told, form, outco
     text = told(form, made, tmp_path)
     figures = first_screen.key_figures(made)
     pair = html.pictures.worst(made)
-    worst = first_screen.worst_caption(pair.trial, pair.record, "blur").split(" Left")[0]
+    worst = first_screen.worst_caption(pair, "blur").split(" Left")[0]
     in_order(
         text[text.index(contents.OUTCOMES[outcome]) :],
         contents.OUTCOMES[outcome],
-        made["verdict"]["headline"],
+        made.verdict.headline,
         ("What was measured" if outcome == "failed" else "This verdict")
         + " rests on 12 different records",
         "Pictures recovered",
@@ -79,7 +85,7 @@ def test_the_first_screen_has_all_its_parts_in_order(tmp_path, told, form, outco
         "The worst picture",
         worst,
         "What to do next",
-        made["verdict"]["next"][0].split("--")[0],
+        made.verdict.next[0].split("--")[0],
         "The verdict on each defence",
         "no defence",
         "share = 0.99",
@@ -95,15 +101,15 @@ def test_the_first_screen_has_all_its_parts_in_order(tmp_path, told, form, outco
 def test_inconclusive_names_its_remedy(tmp_path, told, form):
     made = sample(tmp_path, outcome="inconclusive")
     remedy = "until one of them breaks the twin"
-    assert remedy in made["verdict"]["next"][0]
+    assert remedy in made.verdict.next[0]
     assert remedy in told(form, made, tmp_path)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_median_that_was_not_measured_is_no_number(tmp_path, told, form):
     made = sample(tmp_path)
-    for rung in made["explanation"]["rungs"]:
-        rung["trials"] = ["nowhere"]
+    rungs = tuple(replace(rung, trials=("nowhere",)) for rung in made.explanation.rungs)
+    made = replace(made, explanation=replace(made.explanation, rungs=rungs))
     text = told(form, rederive(made), tmp_path)
     assert not re.search(r"(?<!\d)0\.0 dB", text)
     assert "What protects cannot be said" in text
@@ -113,13 +119,13 @@ def test_a_median_that_was_not_measured_is_no_number(tmp_path, told, form):
 def test_why_an_attack_does_not_apply_is_said_once_and_short(tmp_path, told, form):
     made = sample(tmp_path, outcome="inconclusive")
     ratio = iter(range(100))
-    made["trials"] = [
-        failed(trial, REASON.format(next(ratio) / 100), "") | {"status": "not applicable"}
-        if trial["attack"] == "inverting-gradients"
+    trials = tuple(
+        replace(failed(trial, REASON.format(next(ratio) / 100), ""), status="not applicable")
+        if trial.attack == "inverting-gradients"
         else trial
-        for trial in made["trials"]
-    ]
-    text = told(form, rederive(made), tmp_path)
+        for trial in made.trials
+    )
+    text = told(form, rederive(replace(made, trials=trials)), tmp_path)
     short = "no layer tells its records apart"
     whole = text.count(REASON.format(0))  # in full, at most once
     assert whole == (form != "terminal")
@@ -146,16 +152,21 @@ def test_decibels_beyond_fifty_are_not_counted_in_cards_and_captions(tmp_path, t
 @pytest.mark.parametrize("form", ["html", "markdown", "pdf"])
 def test_a_server_that_manipulates_is_called_so(tmp_path, told, form):
     made = sample(tmp_path)
-    made["plan"]["threat"]["malicious"] = True
-    made["threat"] |= {
-        "malicious": True,
-        "realism": "active",
-        "holds": ["public", "records", "training"],
-        "knowledge": made["threat"]["knowledge"] | {"public": "images that no client holds"},
-    }
-    for trial in made["trials"]:
-        if trial["attack"] == "analytic":
-            trial["realism"] = "active"
+    made = replace(
+        made,
+        plan=replace(made.plan, threat=replace(made.plan.threat, malicious=True)),
+        threat=replace(
+            made.threat,
+            malicious=True,
+            realism="active",
+            holds=("public", "records", "training"),
+            knowledge=made.threat.knowledge | {"public": "images that no client holds"},
+        ),
+        trials=tuple(
+            replace(trial, realism="active") if trial.attack == "analytic" else trial
+            for trial in made.trials
+        ),
+    )
     text = told(form, rederive(made), tmp_path)
     assert "No attacker in this audit manipulates the model" not in text
     assert "The server in this audit manipulates the model that it sends" in text
@@ -167,16 +178,19 @@ def test_a_server_that_manipulates_is_called_so(tmp_path, told, form):
 
 def test_the_worst_picture_is_never_an_oracle_s(tmp_path):
     made = sample(tmp_path, attacks=("inverting-gradients", "dlg"))
-    for trial in made["trials"]:
-        if trial["realism"] == "oracle" and trial["status"] == "done":
-            trial["scores"]["psnr"] = [99.0] * trial["records"]
-    pair = html.pictures.worst(rederive(made))
-    assert pair.trial["attack"] == "inverting-gradients"
-    assert pair.leak == max(
+    trials = tuple(
+        rescored(trial, psnr=[99.0] * trial.score.records)
+        if trial.realism == "oracle" and trial.score
+        else trial
+        for trial in made.trials
+    )
+    pair = html.pictures.worst(rederive(replace(made, trials=trials)))
+    assert pair.trial.attack == "inverting-gradients"
+    assert pair.truth.psnr == max(
         value
-        for trial in made["trials"]
-        if trial["kind"] == "trial" and trial["realism"] != "oracle"
-        for value in trial["scores"]["psnr"]
+        for trial in made.trials
+        if trial.kind == "trial" and trial.realism != "oracle"
+        for value in trial.score.scores["psnr"]
     )
 
 
@@ -185,3 +199,87 @@ def test_records_of_oracles_are_no_evidence(tmp_path):
     assert first_screen.rests_on(made) == (
         "This verdict rests on 12 different records, attacked in 12 trials by 2 attacks."
     )
+
+
+# Metrics
+
+
+@pytest.fixture
+def foggy(tmp_path):
+    made = sample(tmp_path, seeds=2, attacks=("analytic",))
+    (lpips,) = measurements({"lpips": METRICS["lpips"]}, made.plan.audit.limit)
+    made = measured_by(made, lpips, lambda psnr: 0.9 - psnr / 100)
+    return measured_by(made, FOG, lambda psnr: 1 - psnr / 100)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_metric_is_in_every_form_beside_its_mean_picture(tmp_path, told, form, foggy):
+    text = told(form, foggy, tmp_path)
+    for row in foggy.summary:
+        for metric in foggy.metrics[1:]:
+            median = wording.number(row.measured.scores[metric.name].median, metric)
+            base = wording.number(row.measured.mean_image[metric.name], metric)
+            assert tidy(f"{median} ({base})") in text
+            if form != "terminal":  # there it is the head of a column
+                assert tidy(f"{metric.label} {median} ({base})") in text
+    assert "SSIM: the higher, the closer; LPIPS, Fog [m] <b>|*: the lower, the closer." in text
+    assert "fog" not in text.replace('"fog"', "")  # its name is for the plan alone
+
+
+def test_every_metric_is_in_a_comparison(foggy):
+    text = tidy(diff.text(diff.compare(foggy, foggy), width=200))
+    assert "SSIM LPIPS Fog [m] <b>|* km" in text
+    for row in foggy.summary:
+        for metric in foggy.metrics[1:]:
+            median = f"{row.measured.scores[metric.name].median:.3g}"
+            assert f"{median} → {median}" in text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_metric_with_a_limit_is_a_kind_of_leak_in_words_of_its_label(tmp_path, told, form, foggy):
+    text = told(form, foggy, tmp_path)
+    share = foggy.verdict.kinds["fog"].leak
+    assert share.state == "leaks"
+    assert "ictures recovered by Fog [m] <b>|*: leaks" in text
+    assert f"{round(share.share * share.records)} of 8 records were recovered to Fog [m]" in text
+    if form != "terminal":
+        assert "rebuilt to Fog [m] <b>|* 0.7 km or lower, and closer than a mean picture" in text
+        assert "broke it: pictures recovered, pictures recovered by Fog [m] <b>|*, rec" in text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_psnr_may_be_the_only_metric(tmp_path, told, form):
+    made = sample(tmp_path, seeds=1)
+    text = told(form, rederive(replace(made, metrics=made.metrics[:1])), tmp_path)
+    assert "SSIM" not in text
+    assert "the closer" not in text
+
+
+# Truths that nobody knows
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_nobody_can_score_has_no_number_and_is_never_green(tmp_path, told, form):
+    made = sample(tmp_path, seeds=2, outcome="below the limit")
+    trials = tuple(unscored(t) if t.kind == "trial" else t for t in made.trials)
+    made = rederive(replace(made, trials=trials))
+    assert made.verdict.outcome == "inconclusive"
+    text = told(form, made, tmp_path)
+    assert "Inconclusive" in text
+    assert "nobody knows the truth" in text
+    assert "not scored" in text
+    assert "Below the limit" not in text
+    before = text.split("Positive control")[0].split("How to read")[0]  # of the twin, all is known
+    assert not re.search(r"\d+\.\d dB|Risk:? ●|over 50 dB", before)
+    assert "Does not apply here" not in text
+
+
+@pytest.mark.parametrize("form", ["html", "markdown", "pdf"])
+def test_what_could_be_scored_is_told_from_what_could_not(tmp_path, told, form):
+    made = sample(tmp_path, seeds=2, outcome="below the limit")
+    trials = [unscored(t) if t.kind == "trial" and t.seed else t for t in made.trials]
+    made = rederive(replace(made, trials=tuple(trials)))
+    text = told(form, made, tmp_path)
+    assert "Inconclusive" in text
+    assert "1 of 2 trials: nobody knows the truth: not scored" in text
+    assert "Of 6 trials nobody knows the truth: not scored." in text

@@ -7,14 +7,14 @@ import hashlib
 import io
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from sample_result import HOSTILE, failed, rederive, sample, save
-from test_schema import schema_1
+from sample_result import HOSTILE, failed, older, rederive, rescored, sample, save, unscored
 
 from leakgauge.audit import schema
 from leakgauge.errors import InputError
@@ -60,6 +60,15 @@ def plain(step: str) -> str:
     return " ".join(re.sub(r"`([^`]*)`|(--\w+)", r" \1\2 ", step).split())
 
 
+def edited(result, which, psnr):
+    """The result with another PSNR in those of its own trials."""
+    trials = tuple(
+        rescored(t, psnr=[psnr] * t.score.records) if t.kind == "trial" and which(t) else t
+        for t in result.trials
+    )
+    return rederive(replace(result, trials=trials))
+
+
 def cards(page: Page) -> list[dict[str, str | None]]:
     """The pictures of the gallery, without the two of the first screen."""
     return [img for img in page.all("img") if img["alt"] not in FIRST]
@@ -94,7 +103,7 @@ def test_the_first_page_is_the_verdict(page, result):
     first = next(attributes for name, attributes in page.tags if name == "section")
     assert first["id"] == "verdict"
     text = page.text["verdict"]
-    assert result["verdict"]["headline"] in text
+    assert result.verdict.headline in text
     assert "Leaks" in text
     assert "Risk ●●●● very high" in text
     assert "Pictures recovered 12 of 12" in text
@@ -106,7 +115,7 @@ def test_the_first_page_is_the_verdict(page, result):
     assert "limit 10 %, measured 76 % to 100 % (95 % interval): leaks" in text
     assert "This verdict rests on 12 different records, attacked in 12 trials by 2 attacks" in text
     assert "dB" not in text.split("over 50 dB")[0].replace("15 dB", "")  # no 58 dB and the like
-    for sentence in [*result["verdict"]["sentences"], *map(plain, result["verdict"]["next"])]:
+    for sentence in [*result.verdict.sentences, *map(plain, result.verdict.next)]:
         assert sentence in text
     assert "analytic, no defence, round 0, seed 2: over 50 dB" in text
     assert "prune share = 0.99 Leaks Pictures recovered: leaks." in text
@@ -114,13 +123,14 @@ def test_the_first_page_is_the_verdict(page, result):
 
 def test_findings_stand_beside_their_baselines_tags_and_caveats(page, result):
     text = page.text["findings"]
-    for row in result["summary"]:
-        assert row["attack"] in text
-        assert f"{row['scores']['psnr']['median']:.1f} dB" in text
-        assert f"{row['baselines']['mean image']['psnr']:.1f} dB" in text
+    for row in result.summary:
+        assert row.attack in text
+        assert f"{row.measured.scores['psnr'].median:.1f} dB" in text
+        assert f"{row.measured.mean_image['psnr']:.1f} dB" in text
+        assert f"SSIM {row.measured.scores['ssim'].median:.3g} (0.05)" in text
     assert "chance 0.49 %" in text
     assert "guessing 30 %" in text
-    assert text.count("the objective was still falling at the end") == len(result["summary"])
+    assert text.count("the objective was still falling at the end") == len(result.summary)
     assert text.count("oracle") == 2
     assert text.count("realistic") == 4
 
@@ -158,10 +168,7 @@ def test_the_annex_carries_the_checksum_of_the_result(page, folder):
 
 def test_the_strongest_attack_on_a_defence_is_never_an_oracle(folder, result):
     told = sample(folder / "told", attacks=("inverting-gradients", "dlg"))
-    for trial in told["trials"]:
-        if trial["kind"] == "trial" and trial["realism"] == "oracle":
-            trial["scores"]["psnr"] = [99.0] * trial["records"]
-    rederive(told)
+    told = edited(told, lambda t: t.realism == "oracle", 99.0)
     text = Page(html.render(told, folder / "told", "hide")).text["defences"]
     assert "inverting-gradients" in text
     assert "dlg" not in text
@@ -169,11 +176,10 @@ def test_the_strongest_attack_on_a_defence_is_never_an_oracle(folder, result):
 
 def test_a_defence_is_shown_by_what_is_left_and_whether_it_is_below_the_limit(tmp_path):
     made = sample(tmp_path, attacks=("analytic",))
-    for trial in made["trials"]:
-        if trial["kind"] == "trial" and trial["defence"] == "prune":
-            trial["scores"]["psnr"] = [12.3] * trial["records"]
-    made["plan"]["audit"]["limit"]["share"] = 0.5
-    text = Page(html.render(rederive(made), tmp_path, "hide")).text["defences"]
+    limit = replace(made.plan.audit.limit, share=0.5)
+    plan = replace(made.plan, audit=replace(made.plan.audit, limit=limit))
+    made = edited(replace(made, plan=plan), lambda t: t.defence == "prune", 12.3)
+    text = Page(html.render(made, tmp_path, "hide")).text["defences"]
     assert re.search(r"no defence analytic realistic \d\d\.\d dB pictures: leaks", text)
     assert "defence prune share = 0.99, analytic realistic 12.3 dB pictures: below" in text
     assert "what it costs in accuracy was not measured" in text
@@ -202,7 +208,7 @@ def test_each_outcome_has_its_word_and_its_colour(tmp_path, outcome, word):
 
 
 def test_an_older_result_has_a_page_without_a_verdict(folder, result):
-    old = schema.check(schema_1(result))
+    old = older(result)
     page = Page(html.render(old, folder, "show"))
     assert page.text["verdict"].startswith("No verdict")
     assert "No positive control is part of this result" in page.text["control"]
@@ -212,12 +218,11 @@ def test_an_older_result_has_a_page_without_a_verdict(folder, result):
 
 def test_crashes_are_on_the_page_with_their_error(tmp_path):
     made = sample(tmp_path, outcome="failed")
-    trials = made["trials"]
-    made["trials"] = [
-        failed(t, "RuntimeError: boom", "File x.py, line 3") if t["attack"] == "dlg" else t
-        for t in trials
-    ]
-    schema.check(rederive(made))
+    trials = tuple(
+        failed(t, "RuntimeError: boom", "File x.py, line 3") if t.attack == "dlg" else t
+        for t in made.trials
+    )
+    made = rederive(replace(made, trials=trials))
     page = Page(html.render(made, tmp_path, "hide"))
     assert "failed: RuntimeError: boom" in page.text["findings"]
     assert "failed: RuntimeError: boom (6 times)" in page.text["coverage"]
@@ -229,10 +234,8 @@ def test_crashes_are_on_the_page_with_their_error(tmp_path):
 
 def test_a_thousand_different_crashes_are_listed_in_part(tmp_path):
     made = sample(tmp_path, attacks=("analytic",), defences=("none",), seeds=1, records=1)
-    made["trials"] += [
-        failed(made["trials"][0], f"error {i} " + "x" * 9000, "y" * 9000) for i in range(1000)
-    ]
-    rederive(made)
+    crashed = [failed(made.trials[0], f"error {i} " + "x" * 9000, "y" * 9000) for i in range(1000)]
+    made = rederive(replace(made, trials=(*made.trials, *crashed)))
     text = html.render(made, tmp_path, "hide")
     assert "980 more kinds of errors are in result.json" in text
     assert len(text) < 500_000
@@ -240,8 +243,8 @@ def test_a_thousand_different_crashes_are_listed_in_part(tmp_path):
 
 def test_nothing_measured_is_said(tmp_path):
     made = sample(tmp_path, attacks=("analytic",), defences=("none",), seeds=1, records=1)
-    made |= {"trials": [], "explanation": None, "sensitivity": None, "control": []}
-    page = Page(html.render(schema.check(rederive(made)), tmp_path, "show"))
+    made = replace(made, trials=(), explanation=None, sensitivity=None, control=())
+    page = Page(html.render(rederive(made), tmp_path, "show"))
     assert "No trial of this audit was run to its end" in page.text["findings"]
     assert "no trial finished" in page.text["reconstructions"]
     assert "was not run" in page.text["why"]
@@ -249,23 +252,51 @@ def test_nothing_measured_is_said(tmp_path):
 
 def test_metrics_without_ssim_have_a_page(tmp_path):
     made = sample(tmp_path, seeds=1)
-    for trial in made["trials"]:
-        if trial["status"] == "done":
-            trial["scores"].pop("ssim", None)
-    page = Page(html.render(schema.check(rederive(made)), tmp_path, "show"))
+    page = Page(html.render(rederive(replace(made, metrics=made.metrics[:1])), tmp_path, "show"))
+    assert "SSIM" not in page.text["findings"]
     assert len(images(page)) == 2 * 24
+
+
+def test_guesses_whose_truth_nobody_knows_stand_alone(tmp_path):
+    made = sample(tmp_path, seeds=2, attacks=("analytic",), defences=("none",), records=3)
+    first, second, *others = made.trials
+    some = rederive(replace(made, trials=(first, unscored(second), *others)))
+    none = rederive(replace(made, trials=(unscored(first), unscored(second), *others)))
+    for result, pairs, alone in ((some, 3, 3), (none, 0, 6)):
+        text = html.render(result, tmp_path, "show")
+        page = Page(text)
+        assert len(images(page)) == 2 * pairs + alone
+        alts = [str(img["alt"]) for img in cards(page)]
+        assert sum(alt.startswith("truth") for alt in alts) == pairs
+        shown = page.text["reconstructions"]
+        assert shown.count("not scored realistic") == alone
+        assert "nobody knows the truth: not scored." in shown
+        assert len(re.findall(r"\d dB realistic", shown)) == pairs
+        assert text.count('<div class="pair alone">') == alone
+        assert ("The worst picture" in page.text["verdict"]) == bool(pairs)
+        assert f"{alone} pictures not scored" in shown
+    findings = Page(html.render(none, tmp_path, "blur")).text["findings"]
+    assert "analytic no defence nobody knows the truth: not scored" in findings
+    hidden = Page(html.render(none, tmp_path, "hide"))
+    assert hidden.all("img") == []
+    assert "The audit has 6 pictures in its folder" in hidden.text["reconstructions"]
 
 
 # Pictures
 
 
+def worst(result):
+    """The trial and the record that leaked most."""
+    own = [trial for trial in result.trials if trial.kind == "trial"]
+    trial = max(own, key=lambda trial: max(trial.score.scores["psnr"]))
+    return trial, int(np.argmax(trial.score.scores["psnr"]))
+
+
 def test_shown_pictures_are_the_files(page, result, folder):
-    own = [trial for trial in result["trials"] if trial["kind"] == "trial"]
-    trial = max(own, key=lambda trial: max(trial["scores"]["psnr"]))
-    record = int(np.argmax(trial["scores"]["psnr"]))
+    trial, record = worst(result)
     truth, guess = images(page)[:2]  # the worst pair comes first
     for shown, name in ((truth, "truths"), (guess, "guesses")):
-        original = Image.open(folder / trial["images"][name][record])
+        original = Image.open(folder / getattr(trial.found.images, name)[record])
         assert np.array_equal(np.asarray(shown), np.asarray(original))
 
 
@@ -284,7 +315,7 @@ def test_each_card_has_its_place_in_every_order(page, result):
         places = [int(str(card[order])) for card in figures]
         ranked = sorted(range(len(figures)), key=lambda i: places[i])
         assert ranked == sorted(range(len(figures)), key=key)
-    attack = {trial["id"]: trial["attack"] for trial in result["trials"]}
+    attack = {trial.id: trial.attack for trial in result.trials}
     by_attack = sorted(range(len(figures)), key=lambda i: int(str(figures[i]["data-attack"])))
     named = [attack[ids[i][0]] for i in by_attack]
     assert named == sorted(named)
@@ -338,7 +369,7 @@ def test_missing_damaged_and_foreign_pictures_are_named(tmp_path):
     made = sample(tmp_path / "audit", attacks=("analytic",), defences=("none",), seeds=1, records=3)
     secret = tmp_path / "secret.png"
     Image.new("RGB", (4, 4), "red").save(secret)
-    truths = [tmp_path / "audit" / name for name in made["trials"][0]["images"]["truths"]]
+    truths = [tmp_path / "audit" / name for name in made.trials[0].found.images.truths]
     truths[0].unlink()
     truths[1].write_bytes(truths[1].read_bytes()[:60])
     truths[2].unlink()
@@ -351,19 +382,20 @@ def test_missing_damaged_and_foreign_pictures_are_named(tmp_path):
 
 def test_only_png_is_opened(tmp_path):
     made = sample(tmp_path, attacks=("analytic",), defences=("none",), seeds=1, records=1)
-    Image.new("RGB", (4, 4)).save(tmp_path / made["trials"][0]["images"]["truths"][0], "GIF")
+    Image.new("RGB", (4, 4)).save(tmp_path / made.trials[0].found.images.truths[0], "GIF")
     assert "picture missing" in html.render(made, tmp_path, "show")
 
 
 def test_the_worst_and_the_middle_of_each_are_chosen_and_then_the_worst_of_all(result):
     found = html.pictures.pairs(result)
-    leaks = [pair.leak for pair in found]
+    leaks = [pair.truth.psnr for pair in found]
     assert len(found) == 72
     assert leaks == sorted(leaks, reverse=True)
     groups = {}
     for pair in found:
-        groups.setdefault((pair.trial["attack"], pair.trial["defence"]), []).append(pair.leak)
-    chosen = [pair.leak for pair in html.pictures.chosen(found, 20)]
+        place = pair.trial.attack, pair.trial.defence
+        groups.setdefault(place, []).append(pair.truth.psnr)
+    chosen = [pair.truth.psnr for pair in html.pictures.chosen(found, 20)]
     assert chosen[:6] == [max(group) for group in groups.values()]
     assert chosen[6:12] == [sorted(group)[len(group) // 2 - 1] for group in groups.values()]
     rest = [leak for leak in leaks if leak not in chosen[:12]]
@@ -372,7 +404,7 @@ def test_the_worst_and_the_middle_of_each_are_chosen_and_then_the_worst_of_all(r
 
 def test_controls_and_the_ladder_are_not_reconstructions(tmp_path):
     made = sample(tmp_path, attacks=("analytic",), defences=("none",), seeds=3, records=2)
-    kinds = [trial["kind"] for trial in made["trials"] if trial["status"] == "done"]
+    kinds = [trial.kind for trial in made.trials if trial.status == "done"]
     assert kinds == ["trial"] * 3 + ["control"] + ["ladder"] * 2
     page = Page(html.render(made, tmp_path, "show"))
     assert len(page.all("figure")) == 3 * 2
@@ -385,11 +417,9 @@ def test_an_unknown_way_to_show_images_is_refused(result, folder):
 
 
 def test_the_worst_picture_is_on_the_first_screen_as_it_may_be_shown(result, folder):
-    own = [trial for trial in result["trials"] if trial["kind"] == "trial"]
-    trial = max(own, key=lambda trial: max(trial["scores"]["psnr"]))
-    record = int(np.argmax(trial["scores"]["psnr"]))
+    trial, record = worst(result)
     shown = images(Page(html.render(result, folder, "show")), first=True)
-    files = [trial["images"][name][record] for name in ("truths", "guesses")]
+    files = [names[record] for names in (trial.found.images.truths, trial.found.images.guesses)]
     for picture, name in zip(shown, files, strict=True):
         assert np.array_equal(np.asarray(picture), np.asarray(Image.open(folder / name)))
     blurred = Page(html.render(result, folder, "blur"))
@@ -421,9 +451,8 @@ def test_sections_fold_and_say_their_gist(page, result):
 def hostile(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     made = sample(folder, text=HOSTILE, seeds=1)
-    crash = failed(made["trials"][0], HOSTILE, HOSTILE)
-    made["trials"].append(crash | {"attack": HOSTILE, "defence": HOSTILE})
-    save(folder, rederive(made))
+    crash = replace(failed(made.trials[0], HOSTILE, HOSTILE), attack=HOSTILE, defence=HOSTILE)
+    save(folder, rederive(replace(made, trials=(*made.trials, crash))))
     return Page(html.render(schema.load(folder / "result.json"), folder, "show")), folder
 
 
@@ -501,7 +530,7 @@ def test_two_thousand_trials_take_seconds_and_stay_small(tmp_path):
         shape=(3, 96, 96),
         pool=30,
     )
-    assert [trial["kind"] for trial in made["trials"]].count("trial") == 2000
+    assert [trial.kind for trial in made.trials].count("trial") == 2000
     loaded = schema.load(tmp_path / "result.json")
     began = time.process_time()
     text = html.render(loaded, tmp_path, "show")

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from sample_result import HOSTILE, sample
-from test_schema import schema_1
+from sample_result import HOSTILE, older, sample
 
-from leakgauge.audit import schema
 from leakgauge.report import markdown
 
 MARKDOWN = MarkdownIt("commonmark").enable("table").enable("strikethrough")
@@ -26,11 +24,11 @@ def result(tmp_path):
 def test_it_says_what_the_audit_found(result, tmp_path):
     text = markdown.render(result, tmp_path).replace("\xa0", " ")
     assert text.startswith("# hospital: Leaks\n")
-    assert result["verdict"]["headline"] in text
+    assert result.verdict.headline in text
     assert "Risk: **very high**" in text
-    for row in result["summary"]:
-        median = f"{row['scores']['psnr']['median']:.1f} dB [1]"
-        assert f"| 0 | {row['defence']} | {row['attack']} | 12 | {median} |" in text
+    for row in result.summary:
+        median = f"{row.measured.scores['psnr'].median:.1f} dB [1]"
+        assert f"| 0 | {row.defence} | {row.attack} | 12 | {median} |" in text
     assert "[1] the objective was still falling at the end" in text
     assert "[2]" not in text  # the same caveat has the same mark
     assert text.count("needs a linear layer → there is none") == 1
@@ -52,7 +50,7 @@ def test_every_table_is_whole(result):
 
 
 def test_an_older_result_has_a_report(result):
-    text = markdown.render(schema.check(schema_1(result)))
+    text = markdown.render(older(result))
     assert text.startswith("# hospital: No verdict\n")
     assert "No positive control is part of this result" in text
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
-from sample_result import HOSTILE, failed, rederive, sample
-from test_schema import schema_1
+from sample_result import HOSTILE, failed, older, rederive, sample, unscored
 
-from leakgauge.audit import schema
 from leakgauge.errors import InputError, MissingExtra
 from leakgauge.report import annex, charts, pdf, write
 
@@ -61,9 +60,9 @@ def test_it_is_a_pdf_with_the_verdict_and_the_tables(result, folder, shown, word
     assert content.rstrip().endswith(b"%%EOF")
     text = "\n".join(words).replace("\xa0", " ")
     assert "Risk: very high" in text
-    assert result["verdict"]["headline"] in text
-    for row in result["summary"]:
-        assert f"{row['scores']['psnr']['median']:.1f} dB" in text
+    assert result.verdict.headline in text
+    for row in result.summary:
+        assert f"{row.measured.scores['psnr'].median:.1f} dB" in text
     assert "needs a linear layer → there is none" in text
     assert "the objective was still falling at the end" in text
     assert "Hannah Dröge" in text
@@ -135,7 +134,7 @@ def test_pictures_are_shown_blurred_or_left_out(result, folder, shown):
 )
 def test_any_characters_are_laid_out(tmp_path, text, words):
     made = sample(tmp_path, seeds=1, records=1, attacks=("analytic",), pool=2, text=text)
-    made["trials"].append(failed(made["trials"][0], text, text))
+    made = replace(made, trials=(*made.trials, failed(made.trials[0], text, text)))
     assert pdf.render(made, tmp_path).startswith(b"%PDF")
     laid = "".join(words)
     if "→" in text:
@@ -144,11 +143,20 @@ def test_any_characters_are_laid_out(tmp_path, text, words):
 
 
 def test_results_of_any_state_are_printed(tmp_path, result, folder):
-    assert pdf.render(schema.check(schema_1(result)), folder, "hide").startswith(b"%PDF")
+    assert pdf.render(older(result), folder, "hide").startswith(b"%PDF")
     made = sample(tmp_path, seeds=1, records=1)
-    made |= {"trials": [], "explanation": None, "sensitivity": None, "control": []}
-    made["times"]["finished"] = None
-    assert pdf.render(schema.check(rederive(made)), tmp_path).startswith(b"%PDF")
+    made = replace(made, trials=(), explanation=None, sensitivity=None, control=())
+    made = replace(made, times=replace(made.times, finished=None))
+    assert pdf.render(rederive(made), tmp_path).startswith(b"%PDF")
+
+
+def test_guesses_whose_truth_nobody_knows_stand_alone(tmp_path, words):
+    made = sample(tmp_path, seeds=1, attacks=("analytic",), defences=("none",), records=3)
+    trials = (unscored(made.trials[0]), *made.trials[1:])
+    content = pdf.render(rederive(replace(made, trials=trials)), tmp_path, "show")
+    assert pictures(content) == [(16, 16)] * 3
+    assert words.count("not scored analytic, no defence") == 3
+    assert any("Each guess stands alone: nobody knows the truth" in text for text in words)
 
 
 def test_long_tables_are_cut_and_say_so(tmp_path, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from sample_result import sample
@@ -57,11 +57,13 @@ def test_a_result_cites_what_it_used_and_nothing_else(result):
 
 
 def test_options_and_metrics_are_followed(result):
-    result["plan"]["attack"] = [{"name": "idlg", "labels": "yin"}]
-    result["plan"]["defence"] = [{"name": "clip-and-noise"}]
-    result["plan"]["audit"]["metrics"] = ["lpips"]
-    result["references"] = ["never heard of"]
-    assert keys(result) == [
+    plan = replace(
+        result.plan,
+        attack=({"name": "idlg", "labels": "yin"},),
+        defence=({"name": "clip-and-noise"},),
+        audit=replace(result.plan.audit, metrics=("lpips",)),
+    )
+    assert keys(replace(result, plan=plan, references=("never heard of",))) == [
         "zhao2020", "yin2021", "fan2025", "balle2018", "zhang2018", "mcmahan2017",
     ]  # fmt: skip
 

@@ -86,6 +86,7 @@ class Trust:
     coarse: bool = False  # float32 is too coarse for this network
     derivatives: int = 0
     checks: int = 0
+    differed: float | None = None  # the error of a derivative that was left
 
     def due(self, dtype: torch.dtype) -> bool:
         return dtype not in self.rungs or self.derivatives % RECHECK == 0
@@ -170,6 +171,11 @@ class Engine:
         """The mode in use and, where it was raised, the precision."""
         return self._mode if self._finer is None else f"{self._finer.mode}, float64"
 
+    @property
+    def differed(self) -> float | None:
+        """The error of a derivative that was found too coarse and left, if any was."""
+        return self._trust.differed
+
     def gradient(self, inputs: Tensor, labels: Tensor) -> list[Tensor]:
         """The update a client with these records would send, in units of a gradient."""
         if self._single:
@@ -209,7 +215,7 @@ class Engine:
     def _check(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
         """Stay on the present rung if it agrees with `exact`, else take the first that does, else
         `exact`. Where float32 itself is too coarse, float64 takes over. D and its derivative."""
-        trust, note = self._trust, ""
+        trust, note, least = self._trust, "", 0.0
         v: list[Tensor] = []
         slope = self._by(self._mode, self._stride, inputs, labels, _noting(distance, v))
         exact, held = slope, _held(v)
@@ -224,8 +230,9 @@ class Engine:
                 errors.append(relative_error(slope.inputs, exact.inputs))
             if not errors[-1] <= TOLERANCE:
                 self._mode, self._stride, slope = "exact", 0.0, exact
+                least = min(errors)
                 note = (
-                    f"the finite-difference derivative was off by {min(errors):.1e} at best "
+                    f"the finite-difference derivative was off by {least:.1e} at best "
                     f"(iteration {trust.derivatives}): the exact one is used from there on"
                 )
         off = self._coarseness(inputs, labels, held, exact) if self.dtype == torch.float32 else 0.0
@@ -239,6 +246,8 @@ class Engine:
             self._auto = False  # nothing is left to fall back to
         if note:
             self.notes.append(note)
+            error = off if off > TOLERANCE else least
+            trust.differed = error if error < 1e9 else 1e9  # NaN too
         trust.rungs[self.dtype] = self._mode, self._stride
         trust.checks += 1
         return slope

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeAlias
@@ -24,7 +24,14 @@ from leakgauge.attacks._spaces import SPACES, Pixels, Space, SpaceName, Start
 from leakgauge.errors import InputError, Withheld
 from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
-from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
+from leakgauge.types import (
+    Knowledge,
+    LocalTraining,
+    Observation,
+    Reconstruction,
+    Resources,
+    Stopped,
+)
 
 Schedule: TypeAlias = Callable[[float], float]
 """A factor as a function of the share of the run that is done, in [0, 1)."""
@@ -302,6 +309,7 @@ def match(
 
     found: list[_Problem] = []
     notes: list[str] = []
+    ends: set[Stopped] = set()
     for _ in range(restarts):
         free = space.draw(shape, search.start, rng) if begin is None else [begin.clone()]
         if labels is None:
@@ -325,12 +333,14 @@ def match(
             else:
                 _run_adam(problem, optimiser, box == "clamp" and space.boxed, rng)
         except _OutOfTime:
+            ends.add("time")
             notes.append(
                 f"stopped by the time budget of {resources.seconds:g} s after {done} of "
                 f"{iterations * restarts} iterations"
             )
             break
         except _OutOfPatience:
+            ends.add("patience")
             notes.append(
                 f"restart {len(found)} of {restarts} stopped after {len(problem.history)} of "
                 f"{iterations} iterations: no progress in {patience}"
@@ -344,13 +354,19 @@ def match(
         residual=best.best_distance,
         history=tuple(best.history),
         distances=tuple(best.distances),
+        iterations=done,
+        objectives=tuple(p.best for p in found),
+        stopped=first_of(ends),
+        differed=engine.differed,
         notes=(*engine.notes, *notes),
-        facts={
-            "derivative": engine.mode,
-            "iterations": done,
-            "objectives": [p.best for p in found],
-        },
+        facts={"derivative": engine.mode},
     )
+
+
+def first_of(ends: Collection[Stopped]) -> Stopped:
+    """Why searches ended that belong together: the reason that hindered them most."""
+    order: tuple[Stopped, ...] = ("time", "patience")
+    return next((end for end in order if end in ends), "done")
 
 
 def shared(resources: Resources | None, total: int) -> Callable[[int], Resources]:

@@ -37,6 +37,7 @@ from leakgauge.attacks._matching import (
     Phases,
     Search,
     constant,
+    first_of,
     match,
     shared,
     steps,
@@ -91,7 +92,7 @@ class CoarseToFine(LabelledSearch):
             rng=rng,
             resources=share(0),
         )
-        rest = share(first.facts["iterations"])
+        rest = share(first.iterations)
         if fine == 0 or rest.seconds == 0:
             return first
         second = match(
@@ -110,15 +111,16 @@ class CoarseToFine(LabelledSearch):
             second,
             history=first.history + second.history,
             distances=first.distances + second.distances,
+            iterations=first.iterations + second.iterations,
+            objectives=first.objectives,
+            stopped=first_of({first.stopped, second.stopped}),
             notes=tuple(f"{stage} stage: {note}"
                         for stage, guess in (("coarse", first), ("fine", second))
                         for note in guess.notes),
             facts=second.facts
             | {
-                "iterations": first.facts["iterations"] + second.facts["iterations"],
-                "objectives": first.facts["objectives"],
                 "coarse_iterations": len(first.history),
-                "coarse_objective": min(first.facts["objectives"]),
+                "coarse_objective": min(first.objectives),
                 "coarse_distance": first.residual,
             },
         )  # fmt: skip

@@ -82,6 +82,7 @@ class ExactRecursion:
             inputs=inputs.float(),
             labels=begun.labels,
             residual=_distance(seen, gradient, inputs, begun.labels),
+            stopped="time" if watch.notes else "done",
             notes=tuple(notes + watch.notes),
             facts={
                 "separated_at": str(begun.layer.target),

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Trust
 from leakgauge.attacks._labels import infer
-from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, match
+from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, first_of, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
 from leakgauge.attacks._objectives import dot, squared
 from leakgauge.attacks._priors import batch_norm, total_variation
@@ -169,7 +169,7 @@ def together(
             inner = replace(resources, seconds=left, progress=_shifted(resources, done, whole))
             found = search(Stretch(first, last, begin, centre), inner)
             notes += [note for note in found.notes if note not in notes]
-            done += found.facts["iterations"]
+            done += found.iterations
             if before:
                 history = before[seed].history + found.history
                 distances = before[seed].distances + found.distances
@@ -182,8 +182,14 @@ def together(
 
 def _best(guesses: list[Reconstruction], notes: list[str], done: int) -> Reconstruction:
     best = min(guesses, key=lambda guess: guess.residual)
-    facts = best.facts | {"iterations": done, "residuals": [g.residual for g in guesses]}
-    return replace(best, notes=tuple(notes), facts=facts)
+    return replace(
+        best,
+        iterations=done,
+        stopped=first_of({guess.stopped for guess in guesses}),
+        differed=next((g.differed for g in guesses if g.differed is not None), None),
+        notes=tuple(notes),
+        facts=best.facts | {"residuals": [guess.residual for guess in guesses]},
+    )
 
 
 def _shifted(

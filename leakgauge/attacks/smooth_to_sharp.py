@@ -55,6 +55,7 @@ from leakgauge.attacks._matching import (
     Prior,
     Search,
     constant,
+    first_of,
     match,
     shared,
 )
@@ -119,7 +120,7 @@ class SmoothToSharp(LabelledSearch):
         run: Reconstruction | None = None
         trust = Trust()
         for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
-            rest = left(run.facts["iterations"] if run else 0)
+            rest = left(run.iterations if run else 0)
             if run and (not count or rest.seconds == 0):
                 break
             if run is None and self.space == "generator":
@@ -209,12 +210,13 @@ def _joined(before: Reconstruction | None, stage: Reconstruction, finish: str) -
         stage,
         history=before.history + stage.history,
         distances=before.distances + stage.distances,
+        iterations=before.iterations + stage.iterations,
+        objectives=before.objectives,
+        stopped=first_of({before.stopped, stage.stopped}),
         notes=before.notes + stage.notes,
         facts=stage.facts
         | {
-            "iterations": before.facts["iterations"] + stage.facts["iterations"],
-            "objectives": before.facts["objectives"],
-            "search_iterations": before.facts["iterations"],
+            "search_iterations": before.iterations,
             "search_distance": before.residual,
             "finish": finish,
         },

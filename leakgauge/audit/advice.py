@@ -7,22 +7,22 @@ records and the attacks behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from leakgauge.audit import checks
-
-Row = dict[str, Any]
-
-LIMITS = {"pictures": "share", "found": "found", "labels": "labels"}
-"""The key of `limit` in a plan that bounds each kind of leak."""
+from leakgauge.audit.results import (
+    Decided,
+    Defended,
+    Measured,
+    Measurement,
+    NotRun,
+    Outcome,
+    Result,
+    Row,
+    Trial,
+)
 
 CAP = 50.0  # dB: from here on a reconstruction is the picture, and more decibels mean nothing
-NOUNS = {
-    "pictures": "recovered to {psnr:g} dB or better",
-    "found": "picked out of the gallery beyond guessing",
-    "labels": "of the labels read beyond guessing",
-}
 
 
 def percent(share: float) -> str:
@@ -34,40 +34,63 @@ def capped(psnr: float) -> str:
     return f"over {CAP:g} dB" if psnr > CAP else f"{psnr:.1f} dB"
 
 
-def what_leaks(kind: str, leak: Mapping[str, Any], psnr: float) -> str:
+def reached(kind: str, metrics: Iterable[Measurement]) -> str:
+    """From which score on a record counts as recovered, for a kind of leak that a metric shows."""
+    name = "psnr" if kind == "pictures" else kind
+    metric = next(one for one in metrics if one.name == name)
+    number = f"{metric.limit:g} {metric.unit}".rstrip()
+    return (
+        f"{number} or better" if name == "psnr" else f"{metric.label} {number} or {metric.better}"
+    )
+
+
+def named(kind: str, metrics: Iterable[Measurement]) -> str:
+    """What leaks, in a word or two."""
+    label = next((metric.label for metric in metrics if metric.name == kind), None)
+    known = {"found": "recognition"} | ({kind: f"pictures by {label}"} if label else {})
+    return known.get(kind, kind)
+
+
+def what_leaks(kind: str, decided: Decided, metrics: Iterable[Measurement]) -> str:
     """One kind of leak in plain words, beginning with how many records."""
-    number = f"{round(leak['share'] * leak['records'])} of {leak['records']}"
-    if kind == "pictures":
-        return f"{number} records were recovered to {psnr:g} dB or better"
+    leak = decided.leak
+    number = f"{round(leak.share * leak.records)} of {leak.records}"
     if kind == "found":
         return (
-            f"{number} records could be picked out of {leak['gallery']} pictures by their "
-            f"reconstruction (guessing: {leak['chance']:.1%})".replace("%", " %")
+            f"{number} records could be picked out of {decided.gallery} pictures by their "
+            f"reconstruction (guessing: {leak.chance:.1%})".replace("%", " %")
         )
-    return f"{percent(leak['share'])} of the labels were read (guessing: {percent(leak['chance'])})"
+    if kind == "labels":
+        return f"{percent(leak.share)} of the labels were read (guessing: {percent(leak.chance)})"
+    return f"{number} records were recovered to {reached(kind, metrics)}"
 
 
 def headline(
-    outcome: str,
-    kinds: dict[str, Any],
-    limit: Mapping[str, float],
+    outcome: Outcome,
+    kinds: Mapping[str, Decided],
     records: int,
     reason: tuple[str, str],
-    failed: list[dict[str, Any]],
+    failed: Sequence[Trial],
+    metrics: Sequence[Measurement],
 ) -> str:
     if outcome == "leaks":
-        leaks = {kind: leak for kind, leak in kinds.items() if leak["state"] == "leaks"}
-        said = "; ".join([what_leaks(kind, leak, limit["psnr"]) for kind, leak in leaks.items()])
+        leaks = {kind: one for kind, one in kinds.items() if one.leak.state == "leaks"}
+        said = "; ".join([what_leaks(kind, one, metrics) for kind, one in leaks.items()])
         only = " labels" if set(leaks) == {"labels"} else ""
         return f"This federation leaks{only}: {said}."
     if outcome == "failed":
         return f"Part of the audit crashed ({_number(len(failed), 'trial')}): no verdict is given."
     if outcome == "inconclusive":
         return f"Inconclusive: {reason[0]}"
+    nouns = {
+        "found": "picked out of the gallery beyond guessing",
+        "labels": "of the labels read beyond guessing",
+    }
     ends = [
-        f"at most {percent(leak['interval'][1])} {NOUNS[kind].format(psnr=limit['psnr'])} "
-        f"(limit {percent(leak['limit'])})"
-        for kind, leak in kinds.items()
+        f"at most {percent(one.leak.interval[1])} "
+        f"{nouns.get(kind) or f'recovered to {reached(kind, metrics)}'} "
+        f"(limit {percent(one.leak.limit)})"
+        for kind, one in kinds.items()
     ]
     return (
         f"Below the limit, for the attacks that were run on {_number(records, 'record')}: "
@@ -75,24 +98,19 @@ def headline(
     )
 
 
-def why_inconclusive(
-    kinds: dict[str, Any],
-    control: list[dict[str, Any]],
-    summary: list[Row],
-    not_run: list[dict[str, Any]],
-) -> tuple[str, str]:
+def why_inconclusive(kinds: Mapping[str, Decided], result: Result) -> tuple[str, str]:
     """Why nothing can be said, and what to do about it."""
     if not kinds:
-        return _nothing_judged(summary, not_run)
-    if not control:
+        return _nothing_judged(result.summary, result.not_run)
+    if not result.control:
         return (
             "nothing leaked, but no attack was tried on a known-weak twin, so their failure here "
             "is no evidence of safety.",
             "Set `control = true` in [audit] and run the audit again: it shows whether these "
             "attacks can work at all.",
         )
-    without = [kind for kind, leak in kinds.items() if leak["state"] == "no control"]
-    if "pictures" in without or "found" in without:
+    without = [kind for kind, one in kinds.items() if one.leak.state == "no control"]
+    if set(without) - {"labels"}:
         return (
             "no attack recovered a record of a known-weak twin either, so their failure here is "
             "no evidence of safety.",
@@ -105,55 +123,67 @@ def why_inconclusive(
             "evidence of safety.",
             "Name an attack in the plan that reads labels, such as inverting-gradients.",
         )
-    undecided = [(kind, leak) for kind, leak in kinds.items() if leak["state"] == "undecided"]
+    undecided = [(kind, one.leak) for kind, one in kinds.items() if one.leak.state == "undecided"]
+    if not undecided and not result.not_run:
+        return _unscored(result.summary)
     if not undecided:
         return (
-            f"{_number(len(not_run), 'trial')} of the plan did not run"
-            + (f" ({not_run[0]['reason']})" if not_run else "")
-            + ", and might have leaked.",
+            f"{_number(len(result.not_run), 'trial')} of the plan did not run "
+            f"({result.not_run[0].reason}), and might have leaked.",
             "Raise the budget, and continue with --resume.",
         )
-    kind, leak = max(undecided, key=lambda item: item[1]["more"] or math.inf)
-    low, high = leak["interval"]
+    kind, leak = max(undecided, key=lambda item: item[1].more or math.inf)
+    low, high = leak.interval
     so_far = (
-        f"too few records. {_number(leak['records'], 'record')} cannot show that no more than "
-        f"{percent(leak['limit'])} {_subject(kind)} (95 % interval {percent(low)} to "
+        f"too few records. {_number(leak.records, 'record')} cannot show that no more than "
+        f"{percent(leak.limit)} {_subject(kind)} (95 % interval {percent(low)} to "
         f"{percent(high)})."
     )
-    if leak["more"] is None:
+    if leak.more is None:
+        key = kind if kind in ("found", "labels") else "share"
         remedy = (
-            f"No number of records can show a limit of {leak['limit']:.3g}: raise "
-            f"`limit.{LIMITS[kind]}` in [audit]."
+            f"No number of records can show a limit of {leak.limit:.3g}: raise "
+            f"`limit.{key}` in [audit]."
         )
     else:
         remedy = (
-            f"Attack at least {_number(leak['more'], 'more record')}: add `seeds` in [audit]. If "
+            f"Attack at least {_number(leak.more, 'more record')}: add `seeds` in [audit]. If "
             "none of them leaks, that decides it."
         )
     return so_far, remedy
 
 
+def _unscored(summary: Iterable[Row]) -> tuple[str, str]:
+    count = _number(sum(row.unscored for row in summary), "trial")
+    return (
+        f"nobody knows the truth behind {count}: what the attacks made was not scored, and may "
+        "show the records.",
+        "Look at the pictures yourself, or give the true records with the captured updates.",
+    )
+
+
 def _subject(kind: str) -> str:
     return {
-        "pictures": "of the records can be recovered",
         "found": "of the records can be picked out of the gallery",
         "labels": "of the labels can be read",
-    }[kind]
+    }.get(kind, "of the records can be recovered")
 
 
-def _nothing_judged(summary: list[Row], not_run: list[dict[str, Any]]) -> tuple[str, str]:
-    if any("scores" in row for row in summary):
+def _nothing_judged(summary: Sequence[Row], not_run: Sequence[NotRun]) -> tuple[str, str]:
+    if any(row.unscored for row in summary):
+        return _unscored(summary)
+    if any(row.measured for row in summary):
         return (
             "every attacker of this audit was told truths that no real one would have; such "
             "numbers are an upper bound, not a verdict.",
             "Take `labels` and `statistics` out of `threat.grants` and run the audit again.",
         )
-    if summary and all(row["not_applicable"] == row["trials"] for row in summary):
+    if summary and all(row.not_applicable == row.trials for row in summary):
         return (
             "none of the attacks that were run applies to this federation.",
             "Name other attacks in the plan: `leakgauge check` says which apply.",
         )
-    why = f" ({not_run[0]['reason']})" if not_run else ""
+    why = f" ({not_run[0].reason})" if not_run else ""
     return (
         f"no attack was run to its end{why}.",
         "Raise the budget, and continue with --resume.",
@@ -161,33 +191,34 @@ def _nothing_judged(summary: list[Row], not_run: list[dict[str, Any]]) -> tuple[
 
 
 def sentences(
-    worst: Row | None,
-    control: list[dict[str, Any]],
-    not_run: list[dict[str, Any]],
-    failed: list[dict[str, Any]],
+    worst: tuple[Row, Measured] | None, result: Result, failed: Sequence[Trial]
 ) -> list[str]:
     said = []
     if worst:
-        psnr, base = worst["scores"]["psnr"], worst["baselines"]["mean image"]["psnr"]
-        low, high = psnr["interval"]
+        row, measured = worst
+        psnr, base = measured.scores["psnr"], measured.mean_image["psnr"]
+        low, high = psnr.interval
         said.append(
-            f"Strongest attack: {worst['attack']} at round {worst['round']}, "
-            f"{defended(worst['defence'])}: median PSNR {capped(psnr['median'])} (95 % interval "
-            f"{capped(low)} to {capped(high)}, highest {capped(psnr['most'])}) over "
-            f"{_number(worst['records'], 'record')}; a mean image scores {base:.1f} dB."
+            f"Strongest attack: {row.attack} at round {row.round}, "
+            f"{defended(row.defence)}: median PSNR {capped(psnr.median)} (95 % interval "
+            f"{capped(low)} to {capped(high)}, highest {capped(psnr.most)}) over "
+            f"{_number(measured.records, 'record')}; a mean image scores {base:.1f} dB."
         )
-    passed = [entry["attack"] for entry in control if entry["passed"]]
-    tried = [entry for entry in control if entry["psnr"] is not None]
-    if control:
+    passed = [entry.attack for entry in result.control if entry.passed]
+    tried = [entry for entry in result.control if entry.psnr is not None]
+    if result.control:
         said.append(
             f"Positive control: {len(passed)} of {_number(len(tried), 'attack')} recovered "
             "records of the known-weak twin" + (f" ({', '.join(passed)})." if passed else ".")
         )
     if failed:
         said.append(f"{_number(len(failed), 'trial')} crashed; the errors are below.")
-    if not_run:
+    if unscored := sum(row.unscored for row in result.summary):
+        said.append(f"{_number(unscored, 'trial')} not scored: nobody knows the truth.")
+    if result.not_run:
         said.append(
-            f"{_number(len(not_run), 'trial')} not run: {not_run[0]['reason'].rstrip('.')}."
+            f"{_number(len(result.not_run), 'trial')} not run: "
+            f"{result.not_run[0].reason.rstrip('.')}."
         )
     return said
 
@@ -204,34 +235,33 @@ def _number(count: int, noun: str) -> str:
 
 
 def next_steps(
-    outcome: str,
-    kinds: dict[str, Any],
-    defences: list[dict[str, Any]],
+    outcome: Outcome,
+    kinds: Mapping[str, Decided],
+    defences: Sequence[Defended],
     reason: tuple[str, str],
-    not_run: list[dict[str, Any]],
-    done: list[dict[str, Any]],
-    plan: Mapping[str, Any],
+    result: Result,
 ) -> list[str]:
     """What the reader should do, the most urgent first."""
     steps = []
-    threat = plan["threat"]
+    threat = result.plan.threat
     if outcome == "leaks":
-        leaks = [kind for kind, leak in kinds.items() if leak["state"] == "leaks"]
-        whoever = "a server" if threat["actor"] != "client" else "another client"
-        can = {"pictures": "rebuild records", "found": "recognise records", "labels": "read labels"}
+        leaks = [kind for kind, one in kinds.items() if one.leak.state == "leaks"]
+        whoever = "a server" if threat.actor != "client" else "another client"
+        can = {"found": "recognise records", "labels": "read labels"}
+        does = list(dict.fromkeys(can.get(kind, "rebuild records") for kind in leaks))
         steps.append(
             "Protect updates like the data they come from until the leak is closed: "
-            f"{whoever} that sees them can {_listed([can[kind] for kind in leaks])}."
+            f"{whoever} that sees them can {_listed(does)}."
         )
-        steps += _defence_steps(defences, leaks)
-        held = [kind for kind, leak in kinds.items() if leak["state"] == "no control"]
+        steps += _defence_steps(defences, leaks, result.metrics)
+        held = [kind for kind, one in kinds.items() if one.leak.state == "no control"]
         if held:
-            names = _listed([{"found": "recognition"}.get(kind, kind) for kind in held])
+            names = _listed([named(kind, result.metrics) for kind in held])
             steps.append(
                 f"Do not take {names} for safe: no attack succeeded on the known-weak twin either. "
                 "Give the attacks more iterations, or name stronger ones."
             )
-        if threat["actor"] == "server" and not threat.get("malicious"):
+        if threat.actor == "server" and not threat.malicious:
             steps.append(
                 'Consider secure aggregation, and audit it with `actor = "aggregate"` in '
                 "[threat]: it hides single updates, and was not tested here."
@@ -248,17 +278,21 @@ def next_steps(
             "Audit again when the model, the data, the batch size, the training or the attacked "
             "round changes: this verdict holds for what was audited."
         )
-        if not threat.get("malicious") and threat["actor"] != "client":
+        if not threat.malicious and threat.actor != "client":
             steps.append(
                 "Audit with `malicious = true` in [threat] if the server might send a manipulated "
                 "model: this audit did not test that."
             )
-    if not_run and outcome != "inconclusive":
+    if result.not_run and outcome != "inconclusive":
         steps.append(
-            f"{_number(len(not_run), 'trial')} of the plan did not run: raise the budget and "
-            "continue with --resume."
+            f"{_number(len(result.not_run), 'trial')} of the plan did not run: raise the budget "
+            "and continue with --resume."
         )
-    short = [t["attack"] for t in done if checks.still_falling(t) or checks.cut_short(t)]
+    short = [
+        trial.attack for trial in result.trials
+        if trial.kind == "trial" and trial.found
+        and (checks.still_falling(trial.found) or checks.cut_short(trial.found))
+    ]  # fmt: skip
     if short and outcome != "failed":
         steps.append(
             f"Give {_listed(list(dict.fromkeys(short)))} more iterations or time: the search had "
@@ -267,36 +301,37 @@ def next_steps(
     return steps
 
 
-def _defence_steps(defences: list[dict[str, Any]], leaks: list[str]) -> list[str]:
+def _defence_steps(
+    defences: Sequence[Defended], leaks: Sequence[str], metrics: Sequence[Measurement]
+) -> list[str]:
     """What the tested defences are worth against these kinds of leak, in one step."""
-    tested = [entry for entry in defences if entry["defence"] != "none" and entry["kinds"]]
+    tested = [entry for entry in defences if entry.defence != "none" and entry.kinds]
     if not tested:
         return [
             "Test defences: add [[defence]] tables to the plan (`leakgauge list defences`) and "
             "audit again. None was tested here."
         ]
 
-    def having(entry: dict[str, Any], *states: str) -> list[str]:
-        kinds = entry["kinds"]
-        return [kind for kind in leaks if kind in kinds and kinds[kind]["state"] in states]
+    def having(entry: Defended, *states: str) -> list[str]:
+        kinds = entry.kinds
+        return [kind for kind in leaks if kind in kinds and kinds[kind].leak.state in states]
 
-    def rank(entry: dict[str, Any]) -> tuple[int, int]:
+    def rank(entry: Defended) -> tuple[int, int]:
         return len(having(entry, "leaks")), len(having(entry, "undecided", "no control"))
 
     best = min(tested, key=rank)
-    name, words = best["defence"], {"pictures": "pictures", "found": "recognition"}
-    named = {
-        state: _listed([words.get(kind, kind) for kind in having(best, *states)] or ["nothing"])
+    words = {
+        state: _listed([named(kind, metrics) for kind in having(best, *states)] or ["nothing"])
         for state, states in {
             "open": ("leaks",), "closed": ("below",), "unknown": ("undecided", "no control")
         }.items()
     }  # fmt: skip
     left, unknown = rank(best)
     if not left and not unknown:
-        records = min(best["kinds"][kind]["records"] for kind in having(best, "below"))
-        open_ = [words.get(k, k) for k, leak in best["kinds"].items() if leak["state"] != "below"]
+        records = min(best.kinds[kind].leak.records for kind in having(best, "below"))
+        open_ = [named(k, metrics) for k, one in best.kinds.items() if one.leak.state != "below"]
         return [
-            f"Use {name}: with it the leak of {named['closed']} was below the limit, on "
+            f"Use {best.defence}: with it the leak of {words['closed']} was below the limit, on "
             f"{_number(records, 'record')} and against attacks that do not adapt to it. "
             + (f"Of {_listed(open_)} this audit cannot tell. " if open_ else "")
             + "Measure what it costs in accuracy first; this audit did not."
@@ -306,19 +341,19 @@ def _defence_steps(defences: list[dict[str, Any]], leaks: list[str]) -> list[str
     parts = []
     if unknown:
         more = max(
-            best["kinds"][kind]["more"] or 0 for kind in having(best, "undecided", "no control")
+            best.kinds[kind].leak.more or 0 for kind in having(best, "undecided", "no control")
         )
         evidence = (
             f"at least {_number(more, 'more record')} must show it"
             if more
             else "the known-weak twin gave no evidence"
         )
-        parts.append(f"it may close the leak of {named['unknown']}, but {evidence}")
+        parts.append(f"it may close the leak of {words['unknown']}, but {evidence}")
     if having(best, "below"):
-        parts.append(f"it closed the leak of {named['closed']}")
+        parts.append(f"it closed the leak of {words['closed']}")
     if left:
-        parts.append(f"the leak of {named['open']} is still open")
-    return [f"Look closer at {name}: {'; '.join(parts)}. The attacks did not adapt to it."]
+        parts.append(f"the leak of {words['open']} is still open")
+    return [f"Look closer at {best.defence}: {'; '.join(parts)}. The attacks did not adapt to it."]
 
 
 def _listed(items: list[str]) -> str:

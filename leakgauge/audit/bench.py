@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,9 @@ from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
+from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Times, Trial
 from leakgauge.audit.store import Store
+from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import simulate, tampered, target
@@ -35,10 +37,11 @@ from leakgauge.types import (
     ActiveAttack,
     Attack,
     Batch,
-    Metric,
+    Observation,
     Reconstruction,
     Resources,
     Round,
+    Scorer,
 )
 
 HISTORY_POINTS = 200
@@ -59,55 +62,60 @@ class Bench:
 
     def __init__(self, plan: Plan, store: Store):
         self.plan, self.store = plan, store
-        self._measures = _measures(plan)
+        measurements(plan.metrics, plan.document.audit.limit)  # a metric's name may be refused
+        # What a metric reads is read here, so that its absence is said at once.
+        self._measures = {name: metrics.loaded(one) for name, one in plan.metrics.items()}
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
-    def run(self, case: Case, progress: Progress) -> dict[str, Any]:
+    def run(self, case: Case, progress: Progress) -> Trial:
         """One trial, from simulation to scores. It is on disk when this returns, unless it does
         not apply: that is known again in a moment."""
-        trial = case.header(self.plan) | {"status": "done", "error": None}
         began, cpu = time.monotonic(), time.process_time()
+
+        def took() -> Times:
+            return Times(time.monotonic() - began, time.process_time() - cpu)
+
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
-        threat.observe(round_, case.threat(self.plan))  # nor is this the attack's mistake
+        attack, seen = self.plan.attacks[case.attack], None
+        if not isinstance(attack, ActiveAttack):
+            seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
-            trial |= self._attack(case, round_, progress)
+            found, score = self._attack(case, attack, round_, seen, progress)
+            trial = case.trial(self.plan, took(), "done", found=found, score=score)
         except NotApplicable as reason:
-            trial |= {"status": "not applicable", "error": str(reason)}
+            trial = case.trial(self.plan, took(), "not applicable", str(reason))
         except Exception as error:
-            trial |= crashed(self.plan, case, f"{type(error).__name__}: {error}")
-            trial["traceback"] = traceback.format_exc(limit=-4)
-        trial["times"] = {
-            "wall_seconds": time.monotonic() - began,
-            "cpu_seconds": time.process_time() - cpu,
-        }
-        if trial["status"] != "not applicable":
-            self.store.keep(case.id, trial)
+            words = f"{type(error).__name__}: {error}"
+            trial = case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4))
+        if trial.status != "not applicable":
+            self.store.keep(trial)
         return trial
 
-    def _attack(self, case: Case, round_: Round, progress: Progress) -> dict[str, Any]:
-        audit = self.plan.document.audit
+    def _attack(
+        self,
+        case: Case,
+        attack: Attack,
+        round_: Round,
+        seen: Observation | None,
+        progress: Progress,
+    ) -> tuple[Found, Score]:
+        audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         attack_rng = rng_of(case.seed, f"attack/{case.attack}")
-        attack = self.plan.attacks[case.attack]
-        round_ = self.played(case, attack, round_, attack_rng, resources)
-        seen = threat.observe(round_, case.threat(self.plan))
+        if seen is None:
+            round_ = self.played(case, attack, round_, attack_rng, resources)
+            seen = threat.observe(round_, who)
         guess = attack.reconstruct(seen, attack_rng, resources)
-        truth = threat.covered(round_, case.threat(self.plan))
-        scored, paired = score(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
-        zeros = [not value.any() for value in seen.update.values()]
-        scored["facts"] |= {
-            "zero_tensors": sum(zeros) / len(zeros),
-            "sparsity": diagnostics.sparsity(seen.update),
-        }
+        truth = threat.covered(round_, who)
+        found = found_by(guess, seen)
+        score, paired = scored(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
         if isinstance(attack, ActiveAttack) and case.kind == "trial":
-            scored |= self._guarded(case, round_, scored)
-        scored["caveats"] = checks.caveats(scored)
+            found = self._guarded(case, round_, found)
         self.store.begin()
-        scored["images"] = images.save(
-            self.store.images / case.id, truth.inputs, paired, scored["scores"]["psnr"]
-        )
-        return scored
+        folder = self.store.images / case.id
+        pictures = images.save(folder, truth.inputs, paired, score.scores["psnr"])
+        return replace(found, images=pictures), replace(score, caveats=checks.caveats(found, score))
 
     def played(
         self,
@@ -125,18 +133,16 @@ class Bench:
         sent = attack.tamper(target(round_, self.plan.public, victims), rng, resources)
         return tampered(round_, sent, rng_of(case.seed, "tampered"), victims[0])
 
-    def _guarded(self, case: Case, round_: Round, scored: dict[str, Any]) -> dict[str, Any]:
-        """What the guard of the attacked client, without a memory, says of the model sent to it
-        (of the first client behind an aggregate)."""
+    def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
+        """With what the guard of the attacked client, without a memory, says of the model sent to
+        it (of the first client behind an aggregate)."""
         guard = Guard(case.scenario(self.plan).make_model, round_.training)
         truth = round_.truths[threat.victims(round_, case.threat(self.plan))[0]]
         verdict = guard.check(dict(round_.model.state_dict()), truth, first=True)
         fired = ", ".join(one.test for one in verdict.fired)
         words = f"a client's guard, without a memory, says {verdict.decision}"
-        return {
-            "facts": scored["facts"] | {"guard": verdict.decision},
-            "notes": [*scored["notes"], f"{words} ({fired})" if fired else words],
-        }
+        notes = (*found.notes, f"{words} ({fired})" if fired else words)
+        return replace(found, guard=verdict.decision, notes=notes)
 
     def simulated(self, case: Case, progress: Progress | None = None) -> Round:
         """The round of a case, kept while the next cases share it."""
@@ -148,7 +154,7 @@ class Bench:
             self._key = key
         return self._round
 
-    def sensitivity(self, case: Case) -> dict[str, Any]:
+    def sensitivity(self, case: Case) -> Sensitivity:
         """How far a little pixel noise moves the update: 1 − cos(u(x + noise), u(x))."""
         round_ = self.simulated(case)
         truth, rng = round_.truths[0], rng_of(case.seed, "noise")
@@ -161,32 +167,41 @@ class Bench:
         a, b = (torch.cat([v.flatten().double() for v in u.values()]) for u in (clean, moved))
         distance = 1 - float(F.cosine_similarity(a, b, dim=0))
         words = "hard" if distance > 0.05 else "moderate" if distance > 0.005 else "easy"
-        return {
-            "noise": NOISE,
-            "cosine_distance": distance,
-            "words": f"{NOISE:.0%} pixel noise turns the update by {distance:.2g} in cosine "
+        return Sensitivity(
+            noise=NOISE,
+            cosine_distance=distance,
+            words=f"{NOISE:.0%} pixel noise turns the update by {distance:.2g} in cosine "
             f"distance: gradient matching is {words} here",
-        }
+        )
 
 
-def crashed(plan: Plan, case: Case, error: str) -> dict[str, Any]:
-    """How a trial ends that crashed. The crash of an attack that nobody asked for is kept in words,
-    but fails no audit."""
-    if case.attack in plan.asked:
-        return {"status": "failed", "error": error}
-    return {
-        "status": "not applicable",
-        "error": f"it is run without being asked for, and crashed ({error}): please report this",
-    }
+def found_by(guess: Reconstruction, seen: Observation) -> Found:
+    """What an attack returned, as a result keeps it: finite numbers, short histories."""
+    zeros = [not value.any() for value in seen.update.values()]
+    return Found(
+        guesses=len(guess.inputs),
+        labels=None if guess.labels is None else tuple(sorted(guess.labels.tolist())),
+        residual=plain(guess.residual),
+        history=tuple(plain(_thinned(guess.history))),
+        distances=tuple(plain(_thinned(guess.distances))),
+        iterations=guess.iterations,
+        objectives=tuple(plain(guess.objectives)),
+        stopped=guess.stopped,
+        differed=guess.differed,
+        notes=guess.notes,
+        facts=plain(guess.facts),
+        zero_tensors=sum(zeros) / len(zeros),
+        sparsity=diagnostics.sparsity(seen.update),
+    )
 
 
-def score(
+def scored(
     plan: Plan,
     guess: Reconstruction,
     truth: Batch,
-    measures: dict[str, Metric],
+    measures: Mapping[str, Scorer],
     rng: torch.Generator,
-) -> tuple[dict[str, Any], Tensor]:
+) -> tuple[Score, Tensor]:
     """Everything measured on one guess, each number beside its no-information baseline; and the
     guesses in the order of the truths."""
     audit = plan.document.audit
@@ -200,32 +215,19 @@ def score(
     chosen = metrics.baselines.random_images(others, len(truth), rng)
     gallery = torch.cat([truth.inputs, others])
     identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
-    return {
-        "records": len(truth),
-        "guesses": len(guess.inputs),
-        "scores": {n: m(paired, truth.inputs).tolist() for n, m in measures.items()}
-        | {"identified": (identified * found).tolist()},
-        "baselines": {
-            "mean image": {n: m(mean, truth.inputs).tolist() for n, m in measures.items()},
-            "random image": {n: m(chosen, truth.inputs).tolist() for n, m in measures.items()},
-            "identified": 1 / len(gallery),
-        },
-        "labels": _labels(guess.labels, truth.labels, plan),
-        "residual": plain(guess.residual),
-        "history": plain(_thinned(guess.history)),
-        "distances": plain(_thinned(guess.distances)),
-        "notes": list(guess.notes),
-        "facts": plain(guess.facts),
-    }, paired
 
+    def measured(inputs: Tensor) -> dict[str, tuple[float, ...]]:
+        return {name: tuple(m(inputs, truth.inputs).tolist()) for name, m in measures.items()}
 
-def _measures(plan: Plan) -> dict[str, Metric]:
-    """The metrics of the plan, PSNR always; LPIPS is loaded here, so that its absence is said at
-    once."""
-    wanted = dict.fromkeys(("psnr", *plan.document.audit.metrics))
-    return {
-        name: metrics.load_lpips() if name == "lpips" else metrics.METRICS[name] for name in wanted
-    }
+    score = Score(
+        records=len(truth),
+        scores=measured(paired) | {"identified": tuple((identified * found).tolist())},
+        mean_image=measured(mean),
+        random_image=measured(chosen),
+        identified=1 / len(gallery),
+        labels=_labels(guess.labels, truth.labels, plan),
+    )
+    return score, paired
 
 
 def _others(inputs: Tensor, truths: Tensor, count: int, rng: torch.Generator) -> Tensor:
@@ -248,21 +250,20 @@ def _others(inputs: Tensor, truths: Tensor, count: int, rng: torch.Generator) ->
     return torch.stack(kept)
 
 
-def _labels(guess: Tensor | None, truth: Tensor, plan: Plan) -> dict[str, Any] | None:
+def _labels(guess: Tensor | None, truth: Tensor, plan: Plan) -> LabelScore | None:
     if guess is None:
         return None
     classes = len(plan.data.classes)
     frequency = plan.data.labels.bincount(minlength=classes) / len(plan.data)
-    return {
-        "guess": sorted(guess.tolist()),
-        "truth": sorted(truth.tolist()),
-        "accuracy": multiset_accuracy(guess, truth, classes),
-        "random": chance(truth, torch.full((classes,), 1 / classes)),
-        "class prior": chance(truth, frequency),
-    }
+    return LabelScore(
+        truth=tuple(sorted(truth.tolist())),
+        accuracy=multiset_accuracy(guess, truth, classes),
+        random=chance(truth, torch.full((classes,), 1 / classes)),
+        class_prior=chance(truth, frequency),
+    )
 
 
-def _thinned(history: tuple[float, ...]) -> list[float]:
+def _thinned(history: tuple[float, ...]) -> tuple[float, ...]:
     """At most HISTORY_POINTS values, evenly spaced, the last one included."""
     step = -(-len(history) // HISTORY_POINTS) or 1
-    return list(history[::-1][::step][::-1])
+    return history[::-1][::step][::-1]

@@ -64,12 +64,15 @@ class Federation:
 class Limit:
     """What a federation may leak: at most `share` of the records recovered to `psnr` dB (and well
     above the mean image), at most `found` of them picked out of the gallery, at most `labels` of
-    their labels read; the last two beyond guessing. More is a leak, and exit code 1."""
+    their labels read; the last two beyond guessing. More is a leak, and exit code 1. `scores` sets
+    for further metrics, by name, from which score on a record counts as recovered: at most `share`
+    of them may be."""
 
     psnr: float = 15.0
     share: float = 0.1
     found: float = 0.1
     labels: float = 0.5
+    scores: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.psnr):
@@ -77,6 +80,8 @@ class Limit:
         for key in ("share", "found", "labels"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key} must lie between 0 and 1, got {getattr(self, key)}")
+        if "psnr" in self.scores:
+            raise ValueError("scores sets limits of other metrics: set that of psnr as `psnr`")
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,12 @@ class Measure:
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
+        measured = [name.rpartition(":")[2] for name in self.metrics]  # of module:NAME, the name
+        if unmeasured := [name for name in self.limit.scores if name not in measured]:
+            raise ValueError(
+                f"limit.scores names {unmeasured[0]!r}, which is not measured: expected one of "
+                f"metrics = {measured}"
+            )
         if self.budget is not None:
             duration(self.budget, "budget")
         if self.gallery < 2:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -62,14 +61,6 @@ class Forecast:
     low: float
     high: float
     megabytes: float
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "cpu_seconds": self.cpu_seconds,
-            "low": self.low,
-            "high": self.high,
-            "megabytes": self.megabytes,
-        }
 
 
 def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> Forecast:
@@ -205,13 +196,14 @@ class _Trying:
         self.bench.plan = replace(self.plan, attacks={**self.plan.attacks, case.attack: attack})
         self.bench.simulated(case)
         trial = self.bench.run(case, lambda done, total, objective: None)
-        if trial["status"] == "not applicable":
-            raise _Refused(trial["error"])
-        if trial["status"] == "failed":  # the audit will keep it, trial by trial
-            raise _Refused(f"it crashes ({trial['error']})")
-        reached = statistics.median(trial["scores"]["psnr"])
-        self._reached[case.attack] = max(reached, self._reached.get(case.attack, 0.0))
-        return float(trial["times"]["cpu_seconds"])
+        if trial.status == "not applicable":
+            raise _Refused(trial.error)
+        if trial.status == "failed":  # the audit will keep it, trial by trial
+            raise _Refused(f"it crashes ({trial.error})")
+        if trial.score:
+            reached = statistics.median(trial.score.scores["psnr"])
+            self._reached[case.attack] = max(reached, self._reached.get(case.attack, 0.0))
+        return trial.times.cpu_seconds
 
 
 class _Refused(Exception):

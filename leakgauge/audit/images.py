@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from leakgauge.audit.results import Pictures
 from leakgauge.files import write_atomic
 
 TILE = 128  # pixels of an image on the sheet
 LIMIT = 64  # images of a trial that are written; scores cover all
 
 
-def save(folder: Path, truth: Tensor, guess: Tensor, psnr: list[float] | None) -> dict[str, Any]:
+def save(folder: Path, truth: Tensor, guess: Tensor, psnr: Sequence[float] | None) -> Pictures:
     """Write them, and return their paths below the audit's folder."""
     pairs = [(picture(t), picture(g)) for t, g in zip(truth[:LIMIT], guess[:LIMIT], strict=True)]
     for i, (true, guessed) in enumerate(pairs):
@@ -23,11 +24,11 @@ def save(folder: Path, truth: Tensor, guess: Tensor, psnr: list[float] | None) -
         _write(folder / f"{i:03}-guess.png", guessed)
     _write(folder / "sheet.png", sheet(pairs, psnr))
     base = f"{folder.parent.name}/{folder.name}"
-    return {
-        "sheet": f"{base}/sheet.png",
-        "truths": [f"{base}/{i:03}-truth.png" for i in range(len(pairs))],
-        "guesses": [f"{base}/{i:03}-guess.png" for i in range(len(pairs))],
-    }
+    return Pictures(
+        sheet=f"{base}/sheet.png",
+        truths=tuple(f"{base}/{i:03}-truth.png" for i in range(len(pairs))),
+        guesses=tuple(f"{base}/{i:03}-guess.png" for i in range(len(pairs))),
+    )
 
 
 def picture(image: Tensor) -> Image.Image:
@@ -37,7 +38,9 @@ def picture(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
 
 
-def sheet(pairs: list[tuple[Image.Image, Image.Image]], psnr: list[float] | None) -> Image.Image:
+def sheet(
+    pairs: list[tuple[Image.Image, Image.Image]], psnr: Sequence[float] | None
+) -> Image.Image:
     """Truths above guesses, eight to a row, with their PSNR."""
     columns = min(8, len(pairs))
     rows = -(-len(pairs) // columns)

@@ -31,9 +31,9 @@ from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
-from leakgauge.outside import Method, find, import_from, own_files
+from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
-from leakgauge.types import Attack, Dataset, Defence, LocalTraining, ThreatModel
+from leakgauge.types import Attack, Dataset, Defence, LocalTraining, Metric, ThreatModel
 
 MOST_STEPS = 1_000_000  # of local training, in one round
 
@@ -42,7 +42,7 @@ MOST_STEPS = 1_000_000  # of local training, in one round
 class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
     that the file names; the exact recursion is run without being asked. `data` is what the clients
-    share out, `public` what was set aside before."""
+    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always."""
 
     name: str
     document: Document
@@ -53,6 +53,7 @@ class Plan:
     defences: Mapping[str, Defence | None]
     partition: Partition
     asked: tuple[str, ...]
+    metrics: Mapping[str, Metric]
     outside: tuple[Method, ...] = ()
 
     @cached_property
@@ -162,6 +163,11 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     check_numbers(document, name, OF_PLANS)
     federation = document.federation
     _check_actor(document.threat, federation)
+    measured = dict.fromkeys(("psnr", *document.audit.metrics))
+    scores = [find("metric", one, METRICS, folder) for one in measured]
+    chosen: dict[str, Metric] = {}
+    for one in scores:
+        chosen[unused(one.key, chosen)] = one.item
     attacks, outside = _each("attack", ATTACKS | ACTIVE_ATTACKS, document.attack, folder)
     for key, attack in attacks.items():
         _check_needs(key, attack)
@@ -190,7 +196,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         defences=defences,
         partition=partition,
         asked=asked,
-        outside=(*outside, *others),
+        metrics=chosen,
+        outside=(*outside, *others, *(one for one in scores if one.spec)),
     )
 
 
@@ -221,10 +228,7 @@ def _each(
     for table in tables:
         name, options = _name(table, what)
         method = find(what, name, ours, folder)
-        key, count = method.key, 1
-        while key in made:
-            count += 1
-            key = f"{method.key}-{count}"
+        key = unused(method.key, made)
         if method.item is None and options:
             raise PlanError(f"{what} {name!r} takes no options, got {', '.join(options)}")
         made[key] = method.item and method.make(options, f"{what} {name!r}")
@@ -283,8 +287,6 @@ def _check_names(document: Document, name: str) -> None:
     """What the file asks for by name and this machine must have."""
     if not document.attack:
         raise PlanError(f"{name}: no [[attack]]; known: {', '.join(sorted(ATTACKS))}")
-    for metric in document.audit.metrics:
-        choose({**METRICS, "lpips": None}, metric, "metric")
     try:
         torch.empty(0, device=document.audit.device)
     except (RuntimeError, AssertionError) as error:

@@ -8,16 +8,20 @@ says what each field means.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PureWindowsPath
 from typing import Literal, TypeAlias
 
 from leakgauge.audit.document import Document, Limit
-from leakgauge.types import Actor, Realism
+from leakgauge.types import Actor, Realism, Stopped
 
 Status: TypeAlias = Literal["done", "unscored", "not applicable", "failed"]
 Outcome: TypeAlias = Literal["leaks", "below the limit", "inconclusive", "failed"]
 State: TypeAlias = Literal["leaks", "below", "undecided", "no control"]
 Scores: TypeAlias = dict[str, tuple[float, ...]]
 """By metric, one number per record."""
+
+RESERVED = ("pictures", "found", "labels", "identified")
+"""Kinds of leak and scores that are no metric's."""
 
 
 # What one trial measured
@@ -37,6 +41,17 @@ class Pictures:
     truths: tuple[str, ...]
     guesses: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if self.truths and len(self.truths) != len(self.guesses):
+            raise ValueError(
+                f"expected a guess beside each truth, got {len(self.truths)} truths and "
+                f"{len(self.guesses)} guesses"
+            )
+        for name in (self.sheet, *self.truths, *self.guesses):
+            windows = PureWindowsPath(name)  # it takes both slashes as separators
+            if name[:1] == "/" or windows.anchor or ".." in windows.parts or "\0" in name:
+                raise ValueError(f"expected a path below the folder of the result, got {name!r}")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -55,7 +70,7 @@ class Found:
     distances: tuple[float | None, ...] = ()
     iterations: int = 0
     objectives: tuple[float | None, ...] = ()
-    stopped: Literal["done", "time", "patience"] = "done"
+    stopped: Stopped = "done"
     differed: float | None = None
     notes: tuple[str, ...] = ()
     facts: dict[str, object] = field(default_factory=dict)
@@ -87,6 +102,16 @@ class Score:
     labels: LabelScore | None
     caveats: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        tables = {name: getattr(self, name) for name in ("scores", "mean_image", "random_image")}
+        for where, table in tables.items():
+            for metric, values in table.items():
+                if len(values) != self.records:
+                    raise ValueError(
+                        f"{where}.{metric}: expected {self.records} numbers, one per record, got "
+                        f"{len(values)}"
+                    )
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -106,6 +131,16 @@ class Trial:
     traceback: str | None = None
     found: Found | None = None
     score: Score | None = None
+
+    def __post_init__(self) -> None:
+        ended = {"found": ("done", "unscored"), "score": ("done",)}
+        for key, statuses in ended.items():
+            if (getattr(self, key) is not None) != (self.status in statuses):
+                expected = "a table" if self.status in statuses else "nothing"
+                raise ValueError(f"{key}: expected {expected} where status is {self.status!r}")
+        shown = len(self.found.images.truths) if self.found and self.found.images else 0
+        if shown > (self.score.records if self.score else 0):
+            raise ValueError(f"found.images: expected at most one truth per record, got {shown}")
 
 
 @dataclass(frozen=True)
@@ -265,13 +300,19 @@ class Explanation:
 @dataclass(frozen=True)
 class Measurement:
     """A metric as a reader needs it: how it is called, and which way is closer. A record counts as
-    recovered from `limit` on, if it has one."""
+    recovered from `limit` on, if it has one, and where it is closer than its own mean image by
+    `margin`."""
 
     name: str
     label: str
     unit: str
     better: Literal["higher", "lower"]
     limit: float | None = None
+    margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name in RESERVED:
+            raise ValueError(f"a metric cannot be called {self.name!r}: choose another name")
 
 
 @dataclass(frozen=True)
@@ -344,3 +385,16 @@ class Result:
     references: tuple[str, ...]
     times: RunTimes
     interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        names = {metric.name for metric in self.metrics}
+        limits = {metric.name: metric.limit for metric in self.metrics}
+        asked = {"psnr": self.plan.audit.limit.psnr} | self.plan.audit.limit.scores
+        for name, limit in asked.items():
+            if name not in names or limits[name] != limit:
+                raise ValueError(f"metrics: expected {name} with the limit {limit:g} of the plan")
+        for i, trial in enumerate(self.trials):
+            for key in ("scores", "mean_image", "random_image") if trial.score else ():
+                wanted = names | ({"identified"} if key == "scores" else set())
+                if absent := sorted(wanted - set(getattr(trial.score, key))):
+                    raise ValueError(f"trials[{i}].score.{key}: key {absent[0]!r} is missing")

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, crashed, rng_of
+from leakgauge.audit.bench import Bench, rng_of
 from leakgauge.audit.cases import Case
+from leakgauge.audit.document import Table
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan, parse
 from leakgauge.audit.result import assemble
+from leakgauge.audit.results import NotRun, Result, Times, Trial
 from leakgauge.audit.store import Store
 from leakgauge.audit.workers import Run, Workers
 from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
-from leakgauge.files import write_json
 from leakgauge.fl.simulate import initial_model
 
 
@@ -38,7 +38,7 @@ class Watch:
     expect: Callable[[int], None] = lambda total: None
     begin: Callable[[Case], None] = lambda case: None
     progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
-    end: Callable[[Case, dict[str, Any] | None], None] = lambda case, trial: None
+    end: Callable[[Case, Trial], None] = lambda case, trial: None
     say: Callable[[str], None] = lambda words: None
     calibrate: Callable[[str], None] = lambda attack: None
 
@@ -53,7 +53,7 @@ def run(
     budget: float | None = None,
     calibrate: bool = False,
     watch: Watch | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Run every trial that is not done yet, as far as `budget` seconds reach, and write
     result.json. Ctrl-C ends the audit early with a valid result. When no attack applies there is no
     audit: an error, and nothing is written. `calibrate` forecasts the cost first, so that the
@@ -65,7 +65,7 @@ def run(
     bench = Bench(plan, store)
 
     def opened() -> None:
-        store.open(plain(plan.document), plan.fingerprint, resume=resume, overwrite=overwrite)
+        store.open(plan.document, plan.fingerprint, resume=resume, overwrite=overwrite)
 
     opened()  # refused here, the folder is not even locked
     with store.locked():
@@ -77,13 +77,13 @@ def run(
             session.close()
 
 
-def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, Any]:
+def _audit(session: _Session, model: nn.Module, calibrate: bool) -> Result:
     bench, plan, store = session.bench, session.bench.plan, session.bench.store
     expected = None
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
-        expected = forecast(plan, session.watch.calibrate).plain() if calibrate else None
+        expected = forecast(plan, session.watch.calibrate) if calibrate else None
         session.run([*controls, *cases.trials(plan)])
         if plan.document.audit.explain and controls:
             best = _best(session.pick(controls))
@@ -92,12 +92,12 @@ def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, An
     except KeyboardInterrupt:
         session.interrupted = True
     finished = session.finished
-    if finished and all(t["status"] == "not applicable" for t in finished.values()):
-        reasons = dict.fromkeys(f"{t['attack']}: {t['error']}" for t in finished.values())
+    if finished and all(t.status == "not applicable" for t in finished.values()):
+        reasons = dict.fromkeys(f"{t.attack}: {t.error}" for t in finished.values())
         raise NotApplicable("no attack of the plan applies. " + "; ".join(reasons))
     for trial in finished.values():  # something was run: what does not apply is a finding too
-        if trial["status"] == "not applicable":
-            store.keep(trial["id"], trial)
+        if trial.status == "not applicable":
+            store.keep(trial)
     result = assemble(
         plan,
         model,
@@ -110,19 +110,18 @@ def _audit(session: _Session, model: nn.Module, calibrate: bool) -> dict[str, An
         else None,
         wall=session.elapsed(),
         forecast=expected,
+        interrupted=session.interrupted,
     )
-    result["interrupted"] = session.interrupted
-    store.begin()
-    write_json(store.result, result)
+    store.finish(result)
     return result
 
 
-def _best(trials: list[dict[str, Any]]) -> str | None:
+def _best(trials: list[Trial]) -> str | None:
     """The attack that did best on the control, if any could be run."""
     scores: dict[str, list[float]] = {}
     for trial in trials:
-        if trial["status"] == "done":
-            scores.setdefault(trial["attack"], []).extend(trial["scores"]["psnr"])
+        if trial.score:
+            scores.setdefault(trial.attack, []).extend(trial.score.scores["psnr"])
     return max(scores, key=lambda attack: statistics.median(scores[attack]), default=None)
 
 
@@ -134,7 +133,7 @@ class _Session:
     jobs: int
     budget: float | None
     watch: Watch
-    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    finished: dict[str, Trial] = field(default_factory=dict)
     _skipped: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -151,18 +150,17 @@ class _Session:
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def pick(self, wanted: list[Case]) -> list[dict[str, Any]]:
+    def pick(self, wanted: list[Case]) -> list[Trial]:
         """The finished trials of these cases, once each, in this order."""
         ids = dict.fromkeys(case.id for case in wanted)
         return [self.finished[id_] for id_ in ids if id_ in self.finished]
 
-    def not_run(self, wanted: list[Case]) -> list[dict[str, Any]]:
-        missing = [case for case in wanted if case.id not in self.finished]
+    def not_run(self, wanted: list[Case]) -> list[NotRun]:
         return [
-            {"id": case.id, "attack": case.attack,
-             "reason": self._skipped.get(case.id, "interrupted")}
-            for case in missing
-        ]  # fmt: skip
+            NotRun(case.id, case.attack, self._skipped.get(case.id, "interrupted"))
+            for case in wanted
+            if case.id not in self.finished
+        ]
 
     def run(self, wanted: list[Case]) -> None:
         todo = []
@@ -170,20 +168,21 @@ class _Session:
             known = self.finished.get(case.id)
             if known is None:
                 known = self.bench.store.done(case.id, self.watch.say)
-                if known is None or known["status"] == "failed":
+                if known is None or known.status == "failed":
                     todo.append(case)
                     continue
             self.finished[case.id] = known
         self._expected += len(todo)
         self.watch.expect(self._expected)
         for case, trial in self._each(todo):
-            if trial is None:
-                trial = _died(case, self.bench.plan)
-                self.bench.store.keep(case.id, trial)
+            if trial is None:  # its worker was killed twice
+                words = "the process of this trial was killed twice (out of memory?)"
+                trial = case.crashed(self.bench.plan, Times(0.0, 0.0), words)
+                self.bench.store.keep(trial)
             self.finished[case.id] = trial
             self.watch.end(case, trial)
 
-    def _each(self, todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any] | None]]:
+    def _each(self, todo: list[Case]) -> Iterator[tuple[Case, Trial | None]]:
         if self.workers is not None and len(todo) > 1:
             self.bench.store.begin()
             if self.budget is None:  # nothing is cut: the longest first, so that all end together
@@ -205,8 +204,7 @@ class _Session:
         """Whether the budget still holds what a trial of this attack took so far."""
         if self.budget is None:
             return True
-        took = [t["times"]["wall_seconds"] for t in self.finished.values()
-                if t["attack"] == case.attack]  # fmt: skip
+        took = [t.times.wall_seconds for t in self.finished.values() if t.attack == case.attack]
         need = sum(took) / len(took) if took else 0.0
         if self.elapsed() + need <= self.budget:
             return True
@@ -224,7 +222,7 @@ def _expensive_round(case: Case) -> object:
 class _Recipe:
     """How a worker process makes its own bench: plain values only, so that they can be sent."""
 
-    document: dict[str, Any]
+    document: Table
     name: str
     folder: Path
     out: Path
@@ -239,12 +237,3 @@ class _Recipe:
         plan = parse(self.document, self.name, self.folder)
         torch.set_num_threads(plan.document.audit.threads)
         return Bench(plan, Store(self.out, self.fingerprint)).run
-
-
-def _died(case: Case, plan: Plan) -> dict[str, Any]:
-    """The trial of a case whose worker was killed twice."""
-    return (
-        case.header(plan)
-        | crashed(plan, case, "the process of this trial was killed twice (out of memory?)")
-        | {"times": {"wall_seconds": 0.0, "cpu_seconds": 0.0}}
-    )

@@ -22,9 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from leakgauge.audit.document import Document, Table
+from leakgauge.audit.results import Result, Trial
 from leakgauge.audit.schema import check_trial
+from leakgauge.config import plain
 from leakgauge.errors import InputError, PlanError
 from leakgauge.files import read_plain, write_json
 
@@ -40,12 +43,10 @@ class Store:
         self.images = out / "images"
         self.result = out / "result.json"
         self._marker = out / "plan.json"
-        self._content: dict[str, Any] | None = None  # of the marker, until it is written
+        self._content: Table | None = None  # of the marker, until it is written
         self._replace = False
 
-    def open(
-        self, plan: dict[str, Any], fingerprint: str, *, resume: bool, overwrite: bool
-    ) -> None:
+    def open(self, plan: Document, fingerprint: str, *, resume: bool, overwrite: bool) -> None:
         """Say why the folder cannot be used, if so. It is left as it is until `begin`."""
         nearest = next(p for p in (self.out, *self.out.absolute().parents) if p.exists())
         if not nearest.is_dir():
@@ -69,7 +70,7 @@ class Store:
             raise PlanError(f"{self.out} is not empty and holds no audit: name another folder")
         self._replace = overwrite
         self._fingerprint = fingerprint
-        self._content = {"fingerprint": fingerprint, "plan": plan}
+        self._content = {"fingerprint": fingerprint, "plan": plain(plan)}
 
     def begin(self) -> None:
         """Make the folder ready, once."""
@@ -102,25 +103,28 @@ class Store:
                     with suppress(OSError):  # it holds the audit
                         folder.rmdir()
 
-    def done(
-        self, trial: str, say: Callable[[str], None] = lambda words: None
-    ) -> dict[str, Any] | None:
+    def done(self, trial: str, say: Callable[[str], None] = lambda words: None) -> Trial | None:
         """A finished trial, or None. What may not be of this plan is left out: `say` is told."""
         path = self._path(trial)
         if self._replace or not path.exists():
             return None
         try:
-            loaded = check_trial(json.loads(read_plain(path).decode()), trial)
-            if loaded.pop("fingerprint", None) != self._fingerprint:
+            content = json.loads(read_plain(path).decode())
+            loaded = check_trial(content, trial)
+            if content.get("fingerprint") != self._fingerprint:
                 raise InputError("it is of another plan")
         except (OSError, InputError, ValueError, RecursionError) as error:
             say(f"{path} is not used, its trial is run again: {error}")
             return None
         return loaded
 
-    def keep(self, trial: str, value: dict[str, Any]) -> None:
+    def keep(self, trial: Trial) -> None:
         self.begin()
-        write_json(self._path(trial), value | {"fingerprint": self._fingerprint})
+        write_json(self._path(trial.id), plain(trial) | {"fingerprint": self._fingerprint})
+
+    def finish(self, result: Result) -> None:
+        self.begin()
+        write_json(self.result, plain(result))
 
     def _path(self, trial: str) -> Path:
         return self.out / "trials" / f"{trial}.json"

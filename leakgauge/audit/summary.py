@@ -7,194 +7,217 @@ medians are over images × seeds, never the best of one.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from leakgauge.audit.advice import CAP, capped
-from leakgauge.audit.verdict import judge, judge_control, leaking, weigh
+from leakgauge.audit.document import Limit
+from leakgauge.audit.results import (
+    Control,
+    Explanation,
+    LabelScore,
+    LabelShare,
+    Leak,
+    Measured,
+    Measurement,
+    Result,
+    Row,
+    Rung,
+    Score,
+    Spread,
+    Trial,
+    Verdict,
+)
+from leakgauge.audit.verdict import judge, judge_control, kind_of, leaking, weigh
 from leakgauge.metrics import bootstrap, risk
 
 SUCCESS = 20.0  # dB: from here on the risk is called very high
 FALL = 3.0  # dB a rung must fall for its factor to be named as protecting
 
 
-def derived(
-    plan: Mapping[str, Any],
-    trials: list[dict[str, Any]],
-    controls: list[str],
-    ladder: dict[str, Any] | None,
-    not_run: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Everything in a result that its trials decide. `controls` are the ids of trials on the
-    known-weak twin; `ladder` holds `attack` and `rungs`, each with the ids of its trials."""
-    limit = plan["audit"]["limit"]
-    by_id = {trial["id"]: trial for trial in trials}
-    summary = summarise([trial for trial in trials if trial["kind"] == "trial"], limit)
-    control = judged([by_id[id_] for id_ in controls if id_ in by_id], limit)
-    verdict = judge(summary, trials, control, not_run, plan)
-    return {
-        "summary": summary,
-        "control": control,
-        "verdict": verdict,
-        "explanation": explain(ladder, by_id, verdict) if ladder else None,
-    }
+def derived(result: Result, controls: Iterable[str], ladder: Explanation | None) -> Result:
+    """The result with everything that its trials decide. `controls` are the ids of trials on the
+    known-weak twin; the rungs of `ladder` hold the ids of theirs."""
+    by_id = {trial.id: trial for trial in result.trials}
+    limit, metrics = result.plan.audit.limit, result.metrics
+    summary = summarise([t for t in result.trials if t.kind == "trial"], limit, metrics)
+    control = judged([by_id[id_] for id_ in controls if id_ in by_id], limit, metrics)
+    verdict = judge(replace(result, summary=summary, control=control))
+    return replace(
+        result,
+        summary=summary,
+        control=control,
+        verdict=verdict,
+        explanation=explain(ladder, by_id, verdict) if ladder else None,
+    )
 
 
-def judged(trials: list[dict[str, Any]], limit: Mapping[str, float]) -> list[dict[str, Any]]:
+def judged(
+    trials: Iterable[Trial], limit: Limit, metrics: Sequence[Measurement]
+) -> tuple[Control, ...]:
     """One control entry per attack."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(trial["attack"], []).append(trial)
-    return [
-        judge_control({"attack": attack, **_row(group, limit)}, group)
-        for attack, group in groups.items()
-    ]
+        groups.setdefault(trial.attack, []).append(trial)
+    return tuple(judge_control(_row(group, limit, metrics), group) for group in groups.values())
 
 
-def summarise(trials: list[dict[str, Any]], limit: Mapping[str, float]) -> list[dict[str, Any]]:
+def summarise(
+    trials: Iterable[Trial], limit: Limit, metrics: Sequence[Measurement]
+) -> tuple[Row, ...]:
     """One row for each stage, defence and attack, in the order of the plan."""
-    groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[int, str, str], list[Trial]] = {}
     for trial in trials:
-        groups.setdefault((trial["round"], trial["defence"], trial["attack"]), []).append(trial)
-    return [
-        {"round": stage, "defence": defence, "attack": attack, **_row(group, limit)}
-        for (stage, defence, attack), group in groups.items()
-    ]
+        groups.setdefault((trial.round, trial.defence, trial.attack), []).append(trial)
+    return tuple(_row(group, limit, metrics) for group in groups.values())
 
 
-def _row(group: list[dict[str, Any]], limit: Mapping[str, float]) -> dict[str, Any]:
-    done = [trial for trial in group if trial["status"] == "done"]
-    row: dict[str, Any] = {
-        "trials": len(group),
-        "failed": sum(trial["status"] == "failed" for trial in group),
-        "not_applicable": sum(trial["status"] == "not applicable" for trial in group),
-        "reason": next((trial["error"] for trial in group if trial["error"]), None),
-    }
-    if not done:
-        return row
-    psnr = _pooled(done, "psnr")
-    return row | {
-        "realism": done[0]["realism"],
-        "records": sum(trial["records"] for trial in done),
-        "scores": {name: spread(_pooled(done, name)) for name in done[0]["scores"]},
-        "baselines": {
-            kind: {name: _baseline(done, kind, name) for name in done[0]["baselines"][kind]}
-            for kind in ("mean image", "random image")
-        }
-        | {"identified": _weighted(done, lambda trial: trial["baselines"]["identified"])},
-        "labels": _labels(done),
-        "leaks": _leaks(done, limit),
-        "success_rate": sum(value >= SUCCESS for value in psnr) / len(psnr),
-        "risk": {"median": risk(statistics.median(psnr)), "worst": risk(max(psnr))},
-        "caveats": list(dict.fromkeys(c for trial in done for c in trial["caveats"])),
-    }
+def _row(group: Sequence[Trial], limit: Limit, metrics: Sequence[Measurement]) -> Row:
+    first = group[0]
+    scored = [(trial, trial.score) for trial in group if trial.score]
+    return Row(
+        round=first.round,
+        defence=first.defence,
+        attack=first.attack,
+        trials=len(group),
+        failed=sum(trial.status == "failed" for trial in group),
+        not_applicable=sum(trial.status == "not applicable" for trial in group),
+        unscored=sum(trial.status == "unscored" for trial in group),
+        reason=next((trial.error for trial in group if trial.error), None),
+        measured=_measured([score for _, score in scored], scored[0][0], limit, metrics)
+        if scored
+        else None,
+    )
 
 
-def _labels(done: list[dict[str, Any]]) -> dict[str, float] | None:
+def _measured(
+    scores: Sequence[Score], first: Trial, limit: Limit, metrics: Sequence[Measurement]
+) -> Measured:
+    psnr = _pooled(scores, "psnr")
+    names = [metric.name for metric in metrics]
+    return Measured(
+        realism=first.realism,
+        records=sum(score.records for score in scores),
+        scores={name: spread(_pooled(scores, name)) for name in (*names, "identified")},
+        mean_image={
+            n: statistics.median(v for s in scores for v in s.mean_image[n]) for n in names
+        },
+        random_image={
+            n: statistics.median(v for s in scores for v in s.random_image[n]) for n in names
+        },
+        identified=_weighted(scores, lambda score: score.identified),
+        labels=_labels(scores),
+        leaks=_leaks(scores, limit, metrics),
+        success_rate=sum(value >= SUCCESS for value in psnr) / len(psnr),
+        risk=risk(statistics.median(psnr)),
+        worst_risk=risk(max(psnr)),
+        caveats=tuple(dict.fromkeys(c for score in scores for c in score.caveats)),
+    )
+
+
+def _labels(scores: Iterable[Score]) -> LabelShare | None:
     """Labels read, and what guessing gives, over the records of all trials that named any."""
-    named = [trial for trial in done if trial["labels"]]
+    named = [(score, score.labels) for score in scores if score.labels]
     if not named:
         return None
-    return {
-        key: _weighted(named, lambda trial, key=key: trial["labels"][key])
-        for key in ("accuracy", "random", "class prior")
-    }
+    total = sum(score.records for score, _ in named)
+
+    def mean(value: Callable[[LabelScore], float]) -> float:
+        return float(sum(value(labels) * score.records for score, labels in named) / total)
+
+    return LabelShare(
+        accuracy=mean(lambda labels: labels.accuracy),
+        random=mean(lambda labels: labels.random),
+        class_prior=mean(lambda labels: labels.class_prior),
+    )
 
 
-def _leaks(done: list[dict[str, Any]], limit: Mapping[str, float]) -> dict[str, Any]:
+def _leaks(
+    scores: Sequence[Score], limit: Limit, metrics: Sequence[Measurement]
+) -> dict[str, Leak]:
     """The kinds of leak that these trials measured, each against its limit."""
-    records = sum(trial["records"] for trial in done)
-    pictures = [leak for trial in done for leak in leaking(trial, limit["psnr"])]
-    found = _pooled(done, "identified")
-    chance = _weighted(done, lambda trial: trial["baselines"]["identified"])
-    leaks = {
-        "pictures": weigh(sum(pictures) / records, 0.0, records, limit["share"]),
-        "found": weigh(sum(found) / records, chance, records, limit["found"]),
-    }
-    if labels := _labels(done):
-        guessing = max(labels["random"], labels["class prior"])
-        number = sum(trial["records"] for trial in done if trial["labels"])
-        leaks["labels"] = weigh(labels["accuracy"], guessing, number, limit["labels"])
+    records = sum(score.records for score in scores)
+    leaks = {}
+    for metric in metrics:
+        if metric.limit is not None:
+            count = sum(leak for score in scores for leak in leaking(score, metric, metric.limit))
+            leaks[kind_of(metric)] = weigh(count / records, 0.0, records, limit.share)
+    found = _pooled(scores, "identified")
+    chance = _weighted(scores, lambda score: score.identified)
+    leaks["found"] = weigh(sum(found) / records, chance, records, limit.found)
+    if labels := _labels(scores):
+        guessing = max(labels.random, labels.class_prior)
+        number = sum(score.records for score in scores if score.labels)
+        leaks["labels"] = weigh(labels.accuracy, guessing, number, limit.labels)
     return leaks
 
 
-def _weighted(done: list[dict[str, Any]], value: Any) -> float:
+def _weighted(scores: Sequence[Score], value: Callable[[Score], float]) -> float:
     """The mean over records of a number that each trial has once."""
-    total = sum(trial["records"] for trial in done)
-    return float(sum(value(trial) * trial["records"] for trial in done) / total)
+    total = sum(score.records for score in scores)
+    return float(sum(value(score) * score.records for score in scores) / total)
 
 
-def spread(values: list[float]) -> dict[str, Any]:
+def spread(values: Sequence[float]) -> Spread:
     """Median with quartiles, extremes and a bootstrap interval of the median."""
     ordered = sorted(values)
     rng = torch.Generator().manual_seed(0)
     quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(values) > 1 else []
-    low, high = bootstrap.interval(ordered, rng)
-    return {
-        "mean": statistics.fmean(ordered),
-        "median": statistics.median(ordered),
-        "quartiles": [quartiles[0], quartiles[2]] if quartiles else [ordered[0], ordered[0]],
-        "interval": [low, high],
-        "least": ordered[0],
-        "most": ordered[-1],
-        "count": len(ordered),
-    }
-
-
-def explain(
-    ladder: dict[str, Any], trials: Mapping[str, dict[str, Any]], verdict: dict[str, Any]
-) -> dict[str, Any]:
-    """Which factor protects: the rung of the ladder where the median falls most. Decibels beyond
-    CAP are no difference that anybody could see, and do not count."""
-    rows: list[dict[str, Any]] = []
-    for rung in ladder["rungs"]:
-        known = [trials[id_] for id_ in rung["trials"] if id_ in trials]
-        scores = _pooled([trial for trial in known if trial["status"] == "done"], "psnr")
-        median = statistics.median(scores) if scores else None
-        before: float | None = rows[-1]["median"] if rows else None
-        change = None
-        if median is not None and before is not None:
-            change = min(median, CAP) - min(before, CAP)
-        rows.append(rung | {"median": median, "change": change})
-    return {
-        "attack": ladder["attack"],
-        "rungs": rows,
-        "sentence": _why(ladder["attack"], rows, verdict),
-    }
-
-
-def _why(attack: str, rows: list[dict[str, Any]], verdict: dict[str, Any]) -> str:
-    falls = [row for row in rows[1:] if row["change"] is not None]
-    if verdict["outcome"] == "inconclusive":
-        return "What protects cannot be said: the audit is inconclusive."
-    if verdict["outcome"] == "failed":
-        return "What protects cannot be said: part of the audit crashed."
-    if len(falls) < len(rows) - 1 or not falls:
-        return "What protects cannot be said: too few trials of the ladder were run."
-    most = min(falls, key=lambda row: float(row["change"]))
-    limit = verdict["limit"]["psnr"]
-    if most["change"] > -FALL:
-        return (
-            f"No factor that was tested hinders {attack} by {FALL:g} dB or more: its median is "
-            f"{capped(rows[0]['median'])} on the weakest twin and {capped(rows[-1]['median'])} "
-            "with everything in place."
-        )
-    before = rows[rows.index(most) - 1]["median"]
-    left = "still above" if most["median"] >= limit else "below"
-    adapts = "; the attack does not adapt to it" if most["factor"] == "defence" else ""
-    return (
-        f"What hinders {attack} most is the {most['factor']} ({most['label']}): the median falls "
-        f"from {capped(before)} to {capped(most['median'])}, {left} the limit of {limit:g} dB"
-        f"{adapts}."
+    return Spread(
+        mean=statistics.fmean(ordered),
+        median=statistics.median(ordered),
+        quartiles=(quartiles[0], quartiles[2]) if quartiles else (ordered[0], ordered[0]),
+        interval=bootstrap.interval(ordered, rng),
+        least=ordered[0],
+        most=ordered[-1],
+        count=len(ordered),
     )
 
 
-def _pooled(done: list[dict[str, Any]], name: str) -> list[float]:
-    return [value for trial in done for value in trial["scores"][name]]
+def explain(ladder: Explanation, trials: Mapping[str, Trial], verdict: Verdict) -> Explanation:
+    """Which factor protects: the rung of the ladder where the median falls most. Decibels beyond
+    CAP are no difference that anybody could see, and do not count."""
+    rungs: list[Rung] = []
+    for rung in ladder.rungs:
+        known = [trials[id_].score for id_ in rung.trials if id_ in trials]
+        scores = _pooled([score for score in known if score], "psnr")
+        median = statistics.median(scores) if scores else None
+        before = rungs[-1].median if rungs else None
+        change = None
+        if median is not None and before is not None:
+            change = min(median, CAP) - min(before, CAP)
+        rungs.append(replace(rung, median=median, change=change))
+    return Explanation(ladder.attack, tuple(rungs), _why(ladder.attack, rungs, verdict))
 
 
-def _baseline(done: list[dict[str, Any]], kind: str, name: str) -> float:
-    values: list[float] = [v for trial in done for v in trial["baselines"][kind][name]]
-    return statistics.median(values)
+def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict) -> str:
+    if verdict.outcome == "inconclusive":
+        return "What protects cannot be said: the audit is inconclusive."
+    if verdict.outcome == "failed":
+        return "What protects cannot be said: part of the audit crashed."
+    medians = [rung.median for rung in rungs if rung.median is not None]
+    if len(medians) < len(rungs) or len(rungs) < 2:
+        return "What protects cannot be said: too few trials of the ladder were run."
+    changes = [rung.change or 0.0 for rung in rungs]
+    most = min(range(1, len(rungs)), key=lambda i: changes[i])
+    limit = verdict.limit.psnr
+    if changes[most] > -FALL:
+        return (
+            f"No factor that was tested hinders {attack} by {FALL:g} dB or more: its median is "
+            f"{capped(medians[0])} on the weakest twin and {capped(medians[-1])} "
+            "with everything in place."
+        )
+    rung = rungs[most]
+    left = "still above" if medians[most] >= limit else "below"
+    adapts = "; the attack does not adapt to it" if rung.factor == "defence" else ""
+    return (
+        f"What hinders {attack} most is the {rung.factor} ({rung.label}): the median falls "
+        f"from {capped(medians[most - 1])} to {capped(medians[most])}, {left} the limit of "
+        f"{limit:g} dB{adapts}."
+    )
+
+
+def _pooled(scores: Iterable[Score], name: str) -> list[float]:
+    return [value for score in scores for value in score.scores[name]]

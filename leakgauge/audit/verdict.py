@@ -1,10 +1,11 @@
 """The verdict: from numbers to words and an exit code.
 
-Three kinds of leak are weighed, each against its own limit of the plan:
+Kinds of leak are weighed, each against its own limit of the plan:
 
 | kind     | a record counts when                                                       | limit    |
 |----------|----------------------------------------------------------------------------|----------|
-| pictures | its PSNR reaches `limit.psnr` and stands MARGIN above its own mean image   | `share`  |
+| pictures | its PSNR reaches `limit.psnr` and stands 3 dB above its own mean image     | `share`  |
+| a metric | it is as close as the limit of that metric, and closer than its mean image | `share`  |
 | found    | its reconstruction is nearer to it than to every other gallery picture     | `found`  |
 | labels   | its label is among those that the attack named                             | `labels` |
 
@@ -22,57 +23,82 @@ A limit of 1 allows everything: that kind is below it, whatever happens.
 | leaks           | some row leaks, judged on attackers that are not told truths      | 1         |
 | failed          | a trial crashed                                                   | 3         |
 | inconclusive    | a kind is undecided, or no attack showed it on the known-weak     | 4         |
-|                 | twin, or part of the plan was not run                             |           |
+|                 | twin, or part of the plan was not run or not scored               |           |
 | below the limit | every kind is below its limit                                     | 0         |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from leakgauge.audit import advice
+from leakgauge.audit.document import Limit
+from leakgauge.audit.results import (
+    Control,
+    Decided,
+    Defended,
+    Leak,
+    Measured,
+    Measurement,
+    Outcome,
+    Result,
+    Row,
+    Score,
+    State,
+    Trial,
+    Verdict,
+    Worst,
+)
+from leakgauge.types import Metric
 
-MARGIN = 3.0  # dB above the mean image
-EXIT = {"below the limit": 0, "leaks": 1, "failed": 3, "inconclusive": 4}
-KINDS = ("pictures", "found", "labels")
+EXIT: dict[Outcome, int] = {"below the limit": 0, "leaks": 1, "failed": 3, "inconclusive": 4}
 MOST_RECORDS = 10**7  # beyond this many, no number of records is called enough
-Row = dict[str, Any]
+
+
+def measurements(metrics: Mapping[str, Metric], limit: Limit) -> tuple[Measurement, ...]:
+    """Metrics as a result tells them, with the limits of the plan."""
+    limits = {"psnr": limit.psnr} | limit.scores
+    return tuple(
+        Measurement(
+            name, one.label, one.unit, one.better, limits.get(name, one.limit), one.margin
+        )
+        for name, one in metrics.items()
+    )  # fmt: skip
 
 
 # One row
 
 
-def leaking(trial: Mapping[str, Any], limit: float) -> list[bool]:
-    """For each record of a finished trial: does its picture leak?"""
-    base = trial["baselines"]["mean image"]["psnr"]
+def kind_of(metric: Measurement) -> str:
+    """The kind of leak that a metric with a limit shows."""
+    return "pictures" if metric.name == "psnr" else metric.name
+
+
+def leaking(score: Score, metric: Measurement, limit: float) -> list[bool]:
+    """For each record of a scored trial: does its picture leak, by this metric?"""
+    sign = 1 if metric.better == "higher" else -1
+    pairs = zip(score.scores[metric.name], score.mean_image[metric.name], strict=True)
     return [
-        score >= limit and score >= floor + MARGIN
-        for score, floor in zip(trial["scores"]["psnr"], base, strict=True)
+        sign * value >= sign * limit
+        and sign * value > sign * floor
+        and sign * value >= sign * floor + metric.margin
+        for value, floor in pairs
     ]
 
 
-def weigh(share: float, chance: float, records: int, limit: float) -> dict[str, Any]:
+def weigh(share: float, chance: float, records: int, limit: float) -> Leak:
     """One kind of leak of one row: its share beyond guessing against its limit."""
     low, high = (beyond(end, chance) for end in wilson(share, records))
     above = beyond(share, chance)
+    state: State = "undecided"
     if above > limit and low > 0:
         state = "leaks"
     elif high <= limit:
         state = "below"
-    else:
-        state = "undecided"
-    return {
-        "share": share,
-        "chance": chance,
-        "records": records,
-        "beyond": above,
-        "interval": [low, high],
-        "limit": limit,
-        "state": state,
-        "more": _more(share, chance, records, limit) if state == "undecided" else None,
-    }
+    more = _more(share, chance, records, limit) if state == "undecided" else None
+    return Leak(share, chance, records, above, (low, high), limit, state, more)
 
 
 def beyond(share: float, chance: float) -> float:
@@ -110,135 +136,130 @@ def _more(share: float, chance: float, records: int, limit: float) -> int | None
 # All rows
 
 
-def judge(
-    summary: list[Row],
-    trials: list[dict[str, Any]],
-    control: list[dict[str, Any]],
-    not_run: list[dict[str, Any]],
-    plan: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The verdict on an audit; `trials` are all of them, controls included."""
-    limit = plan["audit"]["limit"]
-    rows = [row for row in summary if "scores" in row and row["realism"] != "oracle"]
-    shown = {kind for kind in KINDS if any(kind in entry["breaks"] for entry in control)}
-    failed = [trial for trial in trials if trial["status"] == "failed"]
+def judge(result: Result) -> Verdict:
+    """The verdict on an audit whose rows and controls are known."""
+    limit, trials, summary, control = (
+        result.plan.audit.limit, result.trials, result.summary, result.control
+    )  # fmt: skip
+    shown = {kind for entry in control for kind in entry.breaks}
+    failed = [trial for trial in trials if trial.status == "failed"]
+    rows = _judged(summary)
     kinds = _kinds(rows, shown)
-    defences = [
-        _defended(defence, [row for row in rows if row["defence"] == defence], shown)
-        for defence in dict.fromkeys(row["defence"] for row in summary)
-    ]
+    defences = tuple(
+        _defended(defence, [pair for pair in rows if pair[0].defence == defence], shown)
+        for defence in dict.fromkeys(row.defence for row in summary)
+    )
     outcome = _outcome(kinds)
-    if outcome == "below the limit" and not_run:
+    if outcome == "below the limit" and (result.not_run or any(row.unscored for row in summary)):
         outcome = "inconclusive"  # what was left out might have leaked
     if failed and outcome != "leaks":
         outcome = "failed"
     worst = max(rows, key=_severity, default=None)
     records = _records(trials)
-    reason = advice.why_inconclusive(kinds, control, summary, not_run)
-    done = [t for t in trials if t["kind"] == "trial" and t["status"] == "done"]
-    return {
-        "outcome": outcome,
-        "exit_code": 3 if failed else EXIT[outcome],
-        "headline": advice.headline(outcome, kinds, limit, records, reason, failed),
-        "next": advice.next_steps(outcome, kinds, defences, reason, not_run, done, plan),
-        "sentences": advice.sentences(worst, control, not_run, failed),
-        "risk": worst["risk"]["median"] if worst else None,
-        "limit": limit,
-        "records": records,
-        "kinds": kinds,
-        "defences": defences,
-        "worst": _worst(worst) if worst else None,
-    }
-
-
-def _severity(row: Row) -> tuple[int, float, float]:
-    """Rows in the order of what they give away: leaking kinds, pictures first, then the PSNR."""
-    leaks = row["leaks"]
-    rank = sum(
-        weight
-        for kind, weight in (("pictures", 4), ("found", 2), ("labels", 1))
-        if kind in leaks and leaks[kind]["state"] == "leaks"
+    reason = advice.why_inconclusive(kinds, result)
+    return Verdict(
+        outcome=outcome,
+        exit_code=3 if failed else EXIT[outcome],
+        headline=advice.headline(outcome, kinds, records, reason, failed, result.metrics),
+        next=tuple(advice.next_steps(outcome, kinds, defences, reason, result)),
+        sentences=tuple(advice.sentences(worst, result, failed)),
+        risk=worst[1].risk if worst else None,
+        limit=limit,
+        records=records,
+        kinds=kinds,
+        defences=defences,
+        worst=_worst(*worst) if worst else None,
     )
-    return rank, leaks["pictures"]["share"], row["scores"]["psnr"]["median"]
 
 
-def _kinds(rows: list[Row], shown: Iterable[str]) -> dict[str, Any]:
+def _judged(rows: Iterable[Row]) -> list[tuple[Row, Measured]]:
+    """The rows that a verdict rests on: an attacker who is told truths decides nothing."""
+    scored = [(row, row.measured) for row in rows if row.measured]
+    return [(row, measured) for row, measured in scored if measured.realism != "oracle"]
+
+
+def _severity(judged: tuple[Row, Measured]) -> tuple[bool | float, ...]:
+    """Rows in the order of what they give away: leaking kinds, pictures first, then the PSNR."""
+    leaks, psnr = judged[1].leaks, judged[1].scores["psnr"]
+    open_ = {kind for kind, leak in leaks.items() if leak.state == "leaks"}
+    others = open_ - {"pictures", "found", "labels"}
+    order = ("pictures" in open_, bool(others), "found" in open_, "labels" in open_)
+    return *order, leaks["pictures"].share, psnr.median
+
+
+def _kinds(rows: Sequence[tuple[Row, Measured]], shown: Collection[str]) -> dict[str, Decided]:
     """For each kind of leak the row that decides it, and whether it is shown to be below."""
-    found: dict[str, Any] = {}
-    order = {"leaks": 2, "undecided": 1, "below": 0}
-    for kind in KINDS:
-        having = [row for row in rows if kind in row["leaks"]]
-        if not having:
-            continue
-        row = max(
-            having, key=lambda r: (order[r["leaks"][kind]["state"]], r["leaks"][kind]["beyond"])
+    order = {"leaks": 2, "undecided": 1, "below": 0, "no control": 0}
+    found = {}
+    for kind in dict.fromkeys(kind for _, measured in rows for kind in measured.leaks):
+        row, measured = max(
+            (pair for pair in rows if kind in pair[1].leaks),
+            key=lambda pair: (order[pair[1].leaks[kind].state], pair[1].leaks[kind].beyond),
         )
-        leak = dict(row["leaks"][kind])
-        unlimited = leak["limit"] >= 1
-        if leak["state"] != "leaks" and kind not in shown and not unlimited:
-            leak |= {"state": "no control", "more": None}
-        places = {key: row[key] for key in ("round", "defence", "attack")}
-        found[kind] = places | leak
-        if kind == "found":
-            found[kind]["gallery"] = round(1 / row["baselines"]["identified"])
+        leak = measured.leaks[kind]
+        if leak.state != "leaks" and kind not in shown and leak.limit < 1:
+            leak = replace(leak, state="no control", more=None)
+        gallery = round(1 / measured.identified) if kind == "found" else None
+        found[kind] = Decided(row.round, row.defence, row.attack, leak, gallery)
     return found
 
 
-def _outcome(kinds: dict[str, Any]) -> str:
-    states = {leak["state"] for leak in kinds.values()}
+def _outcome(kinds: Mapping[str, Decided]) -> Outcome:
+    states = {decided.leak.state for decided in kinds.values()}
     if "leaks" in states:
         return "leaks"
     return "below the limit" if states == {"below"} else "inconclusive"
 
 
-def _defended(defence: str, rows: list[Row], shown: Iterable[str]) -> dict[str, Any]:
+def _defended(
+    defence: str, rows: Sequence[tuple[Row, Measured]], shown: Collection[str]
+) -> Defended:
     """The verdict on one defence alone."""
     kinds = _kinds(rows, shown)
-    return {"defence": defence, "outcome": _outcome(kinds), "kinds": kinds}
+    return Defended(defence, _outcome(kinds), kinds)
 
 
-def _records(trials: list[dict[str, Any]]) -> int:
+def _records(trials: Iterable[Trial]) -> int:
     """On how many different records the verdict rests: those of one stage and seed are the same
     whoever attacks them, under whatever defence."""
     seen: dict[tuple[int, int], int] = {}
     for trial in trials:
-        if trial["kind"] == "trial" and trial["status"] == "done" and trial["realism"] != "oracle":
-            place = trial["round"], trial["seed"]
-            seen[place] = max(seen.get(place, 0), trial["records"])
+        if trial.kind == "trial" and trial.score and trial.realism != "oracle":
+            place = trial.round, trial.seed
+            seen[place] = max(seen.get(place, 0), trial.score.records)
     return sum(seen.values())
 
 
-def judge_control(row: Row, trials: list[dict[str, Any]]) -> dict[str, Any]:
+def judge_control(row: Row, trials: Iterable[Trial]) -> Control:
     """Which kinds of leak an attack showed on the known-weak twin, by the limits of the plan."""
-    done = "scores" in row
-    psnr = row["scores"]["psnr"]["median"] if done else None
-    base = row["baselines"]["mean image"]["psnr"] if done else None
-    leaks = row["leaks"] if done else {}
-    breaks = [kind for kind, leak in leaks.items() if leak["beyond"] > leak["limit"]]
-    passed = "pictures" in breaks or "found" in breaks
-    reason = row["reason"]
-    if done and not passed:
+    psnr = base = None
+    breaks: tuple[str, ...] = ()
+    reason = row.reason
+    if row.measured:
+        psnr, base = row.measured.scores["psnr"].median, row.measured.mean_image["psnr"]
+        breaks = tuple(k for k, leak in row.measured.leaks.items() if leak.beyond > leak.limit)
         reason = f"{psnr:.1f} dB where a mean image has {base:.1f}, and no record was recognised"
-    return {
-        "attack": row["attack"],
-        "psnr": psnr,
-        "baseline": base,
-        "breaks": breaks,
-        "passed": passed,
-        "reason": None if passed else reason,
-        "trials": [trial["id"] for trial in trials],
-    }
+    passed = bool(set(breaks) - {"labels"})
+    return Control(
+        attack=row.attack,
+        psnr=psnr,
+        baseline=base,
+        breaks=breaks,
+        passed=passed,
+        reason=None if passed else reason,
+        trials=tuple(trial.id for trial in trials),
+    )
 
 
-def _worst(row: Row) -> dict[str, Any]:
-    psnr = row["scores"]["psnr"]
-    return {
-        "round": row["round"],
-        "defence": row["defence"],
-        "attack": row["attack"],
-        "median": psnr["median"],
-        "interval": psnr["interval"],
-        "most": psnr["most"],
-        "share": row["leaks"]["pictures"]["share"],
-        "records": row["records"],
-    }
+def _worst(row: Row, measured: Measured) -> Worst:
+    psnr = measured.scores["psnr"]
+    return Worst(
+        round=row.round,
+        defence=row.defence,
+        attack=row.attack,
+        median=psnr.median,
+        interval=psnr.interval,
+        most=psnr.most,
+        share=measured.leaks["pictures"].share,
+        records=measured.records,
+    )

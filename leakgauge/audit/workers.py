@@ -23,11 +23,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
+from leakgauge.audit.results import Trial
 from leakgauge.config import no_exit
 from leakgauge.errors import LeakGaugeError
 
 Case = TypeVar("Case")
-Run = Callable[[Any, Callable[[int, int, float], None]], dict[str, Any]]
+Run = Callable[[Any, Callable[[int, int, float], None]], Trial]
 """Runs one case with a progress callback and returns its trial."""
 
 TRIES = 2
@@ -120,7 +121,7 @@ class Workers(Generic[Case]):
         on_start: Callable[[Case], None],
         on_progress: Callable[[Case, int, int, float], None],
         shares: Callable[[Case], object] = lambda case: None,
-    ) -> Iterator[tuple[Case, dict[str, Any] | None]]:
+    ) -> Iterator[tuple[Case, Trial | None]]:
         """Yield each case with its trial as it ends, or with None if its worker died twice.
 
         `may_start` is asked before each case; once it says no, that case is skipped. Cases with

@@ -43,7 +43,7 @@ from leakgauge.detectors import (
 )
 from leakgauge.errors import PlanError
 from leakgauge.files import write_atomic
-from leakgauge.outside import find
+from leakgauge.outside import find, unused
 from leakgauge.types import Detector, LocalTraining
 
 Off: TypeAlias = Literal["off"]
@@ -123,11 +123,7 @@ class Policy:
             elif training.optimiser != "sgd" or training.weight_decay:
                 found["head_invariant"] = "local training is not SGD without weight decay"
         for test in self.detector:
-            name, count = type(test).__name__, 1
-            while name in found:
-                count += 1
-                name = f"{type(test).__name__}-{count}"
-            found[name] = test
+            found[unused(type(test).__name__, found)] = test
         return found
 
 

@@ -1,11 +1,9 @@
 """How close a guess is to the truth: one score per sample, never pooled over a batch.
 
-A metric is a function `(guess, truth) -> (N,)`; `assign` pairs the two first, `baselines` makes
-the guesses to beat, `bootstrap` says how far a summary can be trusted. LPIPS needs a file of
-weights: it stands in `LOADED`, by the function that makes it.
+A metric is a function `(guess, truth) -> (N,)` with what a reader of its numbers must know;
+`assign` pairs the two first, `baselines` makes the guesses to beat, `bootstrap` says how far a
+summary can be trusted.
 """
-
-from collections.abc import Callable
 
 from leakgauge.metrics import assign, baselines, bootstrap
 from leakgauge.metrics.identify import reidentified
@@ -20,10 +18,9 @@ from leakgauge.metrics.pixels import (
 )
 from leakgauge.metrics.risk import Risk, risk
 from leakgauge.metrics.ssim import ssim
-from leakgauge.types import Metric
+from leakgauge.types import Metric, Scorer
 
 __all__ = [
-    "LOADED",
     "METRICS",
     "PSNR_CAP",
     "Risk",
@@ -32,6 +29,7 @@ __all__ = [
     "baselines",
     "bootstrap",
     "load_lpips",
+    "loaded",
     "mse",
     "pairwise_contrast_free",
     "pairwise_mse",
@@ -42,11 +40,15 @@ __all__ = [
 ]
 
 METRICS: dict[str, Metric] = {
-    "affine-psnr": affine_psnr,
-    "mse": mse,
-    "psnr": psnr,
-    "ssim": ssim,
+    "affine-psnr": Metric(affine_psnr, "affine PSNR", "dB"),
+    "lpips": Metric(load_lpips, "LPIPS", better="lower", loads=True),
+    "mse": Metric(mse, "MSE", better="lower"),
+    "psnr": Metric(psnr, "PSNR", "dB", limit=15.0, margin=3.0),
+    "ssim": Metric(ssim, "SSIM"),
 }
 
-LOADED: dict[str, Callable[[], Metric]] = {"lpips": load_lpips}
-"""Metrics that read a file first, by what reads it."""
+
+def loaded(metric: Metric) -> Scorer:
+    """The function `(guess, truth) -> (N,)` of a metric; what it reads must be there."""
+    scorer: Scorer = metric.score() if metric.loads else metric.score
+    return scorer

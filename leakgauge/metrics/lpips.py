@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from leakgauge.errors import CheckpointError, InputError
 from leakgauge.metrics._check import checked_pair
-from leakgauge.types import Metric, Named
+from leakgauge.types import Named, Scorer
 
 FILE = "lpips_alex.safetensors"
 
@@ -66,7 +66,7 @@ POOLED = (3, 6)  # the stages that a 3 × 3 max-pool of stride 2 precedes
 AT_ONCE = 64  # images through the trunk together: bounds memory, changes no score
 
 
-def load_lpips(weights: str | Path | None = None) -> Metric:
+def load_lpips(weights: str | Path | None = None) -> Scorer:
     """Difference as people see it; needs a file of weights.
 
     They are read from disk once.

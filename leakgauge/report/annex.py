@@ -4,49 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
-from leakgauge.report.contents import Result
-from leakgauge.report.wording import (
-    NOTHING,
-    duration,
-    listed,
-    percent,
-    shortened,
-    toml,
-    toml_key,
-)
+from leakgauge.audit.document import Document
+from leakgauge.audit.results import Result
+from leakgauge.config import plain
+from leakgauge.report.wording import NOTHING, duration, listed, percent, shortened, toml, toml_key
 
 
 def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
     """What is needed to find and repeat this audit."""
-    times = result["times"]
+    times = result.times
     rows = [
         *([("result.json, sha256", checksum(folder))] if folder else []),
-        ("Plan, sha256", result["fingerprint"]),
-        ("Schema", str(result["schema"])),
-        ("LeakGauge", result["leakgauge"]),
-        *((name, version) for name, version in result["versions"].items()),
-        ("Seeds", listed(sorted({trial["seed"] for trial in result["trials"]})) or NOTHING),
-        ("Finished", times["finished"] or NOTHING),
-        ("CPU time", duration(times["cpu_seconds"])),
+        ("Plan, sha256", result.fingerprint),
+        ("Schema", str(result.schema)),
+        ("LeakGauge", result.leakgauge),
+        *((name, version) for name, version in result.versions.items()),
+        ("Seeds", listed(sorted({trial.seed for trial in result.trials})) or NOTHING),
+        ("Finished", times.finished or NOTHING),
+        ("CPU time", duration(times.cpu_seconds)),
     ]
-    if times["wall_seconds"] is not None:
-        rows.append(("Wall time", duration(times["wall_seconds"])))
-    if forecast := times["forecast"]:
-        error = forecast["error"]
-        rows.append(
-            (
-                "Forecast",
-                f"{duration(forecast['cpu_seconds'])} of CPU time, {forecast['megabytes']:.0f} MB"
-                + (f"; {_forecast_error(error)}" if error is not None else ""),
-            )
-        )
+    if times.wall_seconds is not None:
+        rows.append(("Wall time", duration(times.wall_seconds)))
+    if forecast := times.forecast:
+        words = f"{duration(forecast.cpu_seconds)} of CPU time, {forecast.megabytes:.0f} MB"
+        if (error := forecast.error) is not None:
+            words += f"; it was {percent(abs(error))} too {'high' if error > 0 else 'low'}"
+        rows.append(("Forecast", words))
     return rows
-
-
-def _forecast_error(error: float) -> str:
-    return f"it was {percent(abs(error))} too {'high' if error > 0 else 'low'}"
 
 
 def checksum(folder: Path) -> str:
@@ -57,12 +42,12 @@ def checksum(folder: Path) -> str:
         return "result.json was not beside this report when it was made"
 
 
-def plan_text(result: Result) -> str:
+def plan_text(plan: Document) -> str:
     """The plan as TOML; keys without a value are left out."""
-    return shortened("\n".join(_toml_lines(result["plan"], ())).strip() + "\n", 40_000)
+    return shortened("\n".join(_toml_lines(plain(plan), ())).strip() + "\n", 40_000)
 
 
-def _toml_lines(content: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+def _toml_lines(content: dict[str, object], path: tuple[str, ...]) -> list[str]:
     lines, below = [], []
     for key, value in content.items():
         name = ".".join(toml_key(part) for part in (*path, key))

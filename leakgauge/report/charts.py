@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leakgauge.audit.advice import defended
+from leakgauge.audit.results import Result, Row, Trial
 from leakgauge.report import contents, figures
-from leakgauge.report.contents import Result, Row
 from leakgauge.report.figures import Axis, Mark
 from leakgauge.report.wording import change, decibels, percent
 
@@ -44,23 +44,23 @@ class Chart:
 def distribution(result: Result) -> Chart:
     """A strip for each row: those with the highest medians, in the order of the table."""
     rows = contents.measured(result)
-    highest = sorted(rows, key=lambda row: -contents.psnr(row)["median"])[:MOST_LINES]
-    kept = {id(row) for row in highest}
-    drawn = [row for row in rows if id(row) in kept]
-    ends = [contents.psnr(row)[end] for row in drawn for end in ("least", "most")]
-    axis = figures.psnr_axis([*ends, *map(contents.baseline, drawn)])
+    highest = sorted(rows, key=lambda pair: -contents.psnr(pair[1]).median)[:MOST_LINES]
+    kept = {id(row) for row, _ in highest}
+    drawn = [(row, found) for row, found in rows if id(row) in kept]
+    spreads = [contents.psnr(found) for _, found in drawn]
+    bases = [contents.baseline(found) for _, found in drawn]
+    ends = [end for spread in spreads for end in (spread.least, spread.most)]
+    axis = figures.psnr_axis([*ends, *bases])
     limit, values = _limit(result), _values(result)
     lines = [
         Line(
-            row["attack"],
+            row.attack,
             _where(result, row),
-            row["realism"],
-            figures.strip(
-                values.get(_key(row), []), contents.psnr(row), contents.baseline(row), limit, axis
-            ),
-            decibels(contents.psnr(row)["median"]),
+            found.realism,
+            figures.strip(values[_key(row)], spread, base, limit, axis),
+            decibels(spread.median),
         )
-        for row in drawn
+        for (row, found), spread, base in zip(drawn, spreads, bases, strict=True)
     ]
     keys = (
         ("dot", "a record"),
@@ -73,36 +73,35 @@ def distribution(result: Result) -> Chart:
 
 def labels(result: Result) -> Chart:
     """Labels read, beside guessing."""
-    rows = contents.labelled(result)
     lines = [
         Line(
-            row["attack"],
+            row.attack,
             _where(result, row),
-            row["realism"],
-            figures.meter(found["accuracy"], [found["random"], found["class prior"]]),
-            percent(found["accuracy"]),
-            f"random {percent(found['random'])}, class prior {percent(found['class prior'])}",
+            found.realism,
+            figures.meter(read.accuracy, [read.random, read.class_prior]),
+            percent(read.accuracy),
+            f"random {percent(read.random)}, class prior {percent(read.class_prior)}",
         )
-        for row in rows[:MOST_LINES]
-        if (found := row["labels"])
+        for row, found in contents.measured(result)
+        if (read := found.labels)
     ]
     keys = (("bar", "labels read"), ("mark", "guessing at random, and by class frequency"))
-    return Chart(lines, figures.SHARES, "labels read, %", keys=keys)
+    return Chart(lines[:MOST_LINES], figures.SHARES, "labels read, %", keys=keys)
 
 
 def ladder(result: Result) -> Chart:
     """The median of each rung, from the known-weak twin up."""
-    explanation, limit = result["explanation"], _limit(result)
-    rungs = explanation["rungs"] if explanation else []
-    axis = figures.psnr_axis([rung["median"] for rung in rungs if rung["median"] is not None])
+    limit = _limit(result)
+    rungs = result.explanation.rungs if result.explanation else ()
+    axis = figures.psnr_axis([rung.median for rung in rungs if rung.median is not None])
     lines = [
         Line(
-            rung["factor"],
-            rung["label"],
+            rung.factor,
+            rung.label,
             None,
-            figures.bar(rung["median"], None, None, limit, axis),
-            "not run" if rung["median"] is None else decibels(rung["median"]),
-            "" if rung["change"] is None else change(rung["change"]),
+            figures.bar(rung.median, None, None, limit, axis),
+            "not run" if rung.median is None else decibels(rung.median),
+            "" if rung.change is None else change(rung.change),
         )
         for rung in rungs
     ]
@@ -111,29 +110,23 @@ def ladder(result: Result) -> Chart:
 
 def defences(result: Result) -> Chart:
     """Each defence at each stage, by the strongest attack that the verdict may use."""
-    trades, limit = contents.trade_off(result), _limit(result)
-    several = contents.several_rounds(result)
-    axis = figures.psnr_axis([contents.psnr(trade.row)["interval"][1] for trade in trades])
-    lines = [
-        Line(
-            defended(trade.defence),
-            ", ".join(
-                [*([f"round {trade.round}"] if several else []),
-                 *([trade.settings] if trade.settings else []), trade.row["attack"]]
-            ),
-            trade.row["realism"],
-            figures.bar(
-                contents.psnr(trade.row)["median"],
-                contents.psnr(trade.row)["interval"],
-                contents.baseline(trade.row),
-                limit,
-                axis,
-            ),
-            decibels(contents.psnr(trade.row)["median"]),
-            f"pictures: {trade.state}",
+    limit, several = _limit(result), contents.several_rounds(result)
+    trades = [(trade, contents.psnr(trade.numbers)) for trade in contents.trade_off(result)]
+    axis = figures.psnr_axis([spread.interval[1] for _, spread in trades])
+    lines = []
+    for trade, spread in trades:
+        about = [f"round {trade.round}" if several else "", trade.settings, trade.attack]
+        base = contents.baseline(trade.numbers)
+        lines.append(
+            Line(
+                defended(trade.defence),
+                ", ".join(filter(None, about)),
+                trade.numbers.realism,
+                figures.bar(spread.median, spread.interval, base, limit, axis),
+                decibels(spread.median),
+                f"pictures: {trade.state}",
+            )
         )
-        for trade in trades
-    ]  # fmt: skip
     keys = (
         ("bar", "median PSNR, with its 95 % interval"),
         ("diamond", "mean picture, which shows nothing of the record"),
@@ -144,24 +137,23 @@ def defences(result: Result) -> Chart:
 
 def _where(result: Result, row: Row) -> str:
     several = contents.several_rounds(result)
-    return defended(row["defence"]) + (f" · round {row['round']}" if several else "")
+    return defended(row.defence) + (f" · round {row.round}" if several else "")
 
 
-def _key(entry: Row) -> tuple[int, str, str]:
-    return entry["round"], entry["defence"], entry["attack"]
+def _key(entry: Row | Trial) -> tuple[int, str, str]:
+    return entry.round, entry.defence, entry.attack
 
 
 def _values(result: Result) -> dict[tuple[int, str, str], list[float]]:
     """The PSNR of every record, by the row it belongs to."""
     values: dict[tuple[int, str, str], list[float]] = {}
-    for trial in result["trials"]:
-        if trial["kind"] == "trial" and trial["status"] == "done":
-            values.setdefault(_key(trial), []).extend(trial["scores"]["psnr"])
+    for trial, _, score in contents.scored(result):
+        values.setdefault(_key(trial), []).extend(score.scores["psnr"])
     return values
 
 
 def _limit(result: Result) -> float | None:
-    return float(result["verdict"]["limit"]["psnr"]) if result["verdict"] else None
+    return result.verdict.limit.psnr if result.verdict else None
 
 
 def _limit_key(limit: float | None) -> tuple[tuple[str, str], ...]:

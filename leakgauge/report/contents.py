@@ -1,16 +1,29 @@
 """What a report says, in words and numbers, before it has a form.
 
 HTML, markdown and PDF take their text from here, so that they cannot say different things. All
-functions are pure; a result is the table that `audit.schema.load` returns.
+functions are pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from leakgauge.audit.advice import defended
+from leakgauge.audit.document import Table
+from leakgauge.audit.results import (
+    Attacker,
+    Found,
+    Measured,
+    Measurement,
+    Result,
+    Row,
+    Score,
+    Spread,
+    Trial,
+)
 from leakgauge.errors import InputError
 from leakgauge.report.wording import (
     MOST_LISTED,
@@ -20,16 +33,14 @@ from leakgauge.report.wording import (
     count,
     decibels,
     listed,
+    number,
     percent,
     shortened,
     span,
-    table,
-    tables,
     toml,
 )
+from leakgauge.types import LocalTraining
 
-Result: TypeAlias = dict[str, Any]
-Row: TypeAlias = dict[str, Any]
 Images: TypeAlias = Literal["show", "blur", "hide"]
 
 
@@ -90,6 +101,7 @@ STATES = {
     "no control": "no evidence, the weak twin held too",
 }
 NO_VERDICT = "No verdict"
+NOT_SCORED = "nobody knows the truth: not scored"
 NOT_APPLICABLE = "does not apply"
 
 
@@ -102,54 +114,73 @@ def named(defence: str) -> str:
     return "no defence" if defence == "none" else defence
 
 
+def kind_of_leak(result: Result, kind: str) -> str:
+    """Its name. One that a metric judges is named by the metric."""
+    labels = {metric.name: metric.label for metric in result.metrics}
+    return KINDS[kind] if kind in KINDS else f"{KINDS['pictures']} by {labels[kind]}"
+
+
+def within(words: str) -> str:
+    """A name as it stands within a sentence; what follows its first letter may be a name itself."""
+    return words[:1].lower() + words[1:]
+
+
+def scored(result: Result) -> list[tuple[Trial, Found, Score]]:
+    """The trials of the plan that were held against the truth."""
+    return [
+        (trial, trial.found, trial.score)
+        for trial in result.trials
+        if trial.kind == "trial" and trial.found and trial.score
+    ]
+
+
+def unscored(result: Result) -> list[Trial]:
+    """Those that ran to their end, and whose truth nobody knows."""
+    return [trial for trial in result.trials if trial.status == "unscored"]
+
+
 # Scope and threat
 
 
 def scope(result: Result) -> list[tuple[str, str]]:
     """What was audited, as label and value."""
-    federation, plan = result["federation"], table(result["plan"], "federation")
-    training = table(plan, "training")
-    channels, height, width = federation["shape"]
-    names = federation["classes"]
+    audited, plan = result.federation, result.plan.federation
+    names = audited.classes
     classes = ", ".join(names[:10]) + (f" and {len(names) - 10:,} more" if len(names) > 10 else "")
-    rows = [
-        ("Model", f"{federation['model']}, {federation['parameters']:,} parameters"),
-        ("Data", f"{federation['data']}, {count(federation['records'], 'record')}"),
-        ("Record", f"{channels} × {height} × {width} (channels × height × width)"),
+    axes = " (channels × height × width)" if len(audited.shape) == 3 else ""
+    taking = plan.participants
+    part = f"of which {taking} take part in a round" if taking else "all in every round"
+    done = [trial for trial in result.trials if trial.kind == "trial"]
+    rounds = sorted({trial.round for trial in done})
+    seeds = sorted({trial.seed for trial in done})
+    return [
+        ("Model", f"{audited.model}, {audited.parameters:,} parameters"),
+        ("Data", f"{audited.data}, {count(audited.records, 'record')}"),
+        ("Record", " × ".join(map(str, audited.shape)) + axes),
         ("Classes", f"{len(names):,}: {classes}"),
-    ]
-    if training:
-        rows.append(("Local training", _training(training)))
-    if "clients" in plan:
-        taking = plan.get("participants")
-        part = f"of which {taking} take part in a round" if taking else "all in every round"
-        rows.append(("Clients", f"{plan['clients']}, {part}"))
-    done = [trial for trial in result["trials"] if trial["kind"] == "trial"]
-    rounds = sorted({trial["round"] for trial in done})
-    seeds = sorted({trial["seed"] for trial in done})
-    rows += [
+        ("Local training", _training(plan.training)),
+        ("Clients", f"{plan.clients}, {part}"),
         ("Attacked rounds", listed(rounds) + " (0 is the untrained model)" if rounds else NOTHING),
         ("Seeds", f"{len(seeds)}: {listed(seeds)}" if seeds else NOTHING),
         ("Trials", _trial_counts(result)),
     ]
-    return rows
 
 
-def _training(training: dict[str, Any]) -> str:
-    epochs = training.get("epochs")
-    steps = f"epochs {epochs}" if epochs else f"steps {training.get('steps', 1)}"
-    words = [f"batch {training.get('batch_size')}", steps, f"lr {training.get('lr')}"]
-    words += [str(training["optimiser"])] if "optimiser" in training else []
-    words += [f"batch norm {training['batch_norm']}"] if "batch_norm" in training else []
-    return ", ".join(words)
+def _training(training: LocalTraining) -> str:
+    steps = f"epochs {training.epochs}" if training.epochs else f"steps {training.steps}"
+    return (
+        f"batch {training.batch_size}, {steps}, lr {training.lr}, {training.optimiser}, "
+        f"batch norm {training.batch_norm}"
+    )
 
 
 def _trial_counts(result: Result) -> str:
-    kinds = Counter(trial["kind"] for trial in result["trials"])
+    kinds = Counter(trial.kind for trial in result.trials)
     words = [count(kinds["trial"], "trial")]
     words += [count(kinds["control"], "positive control")] if kinds["control"] else []
     words += [f"{kinds['ladder']:,} on the ladder"] if kinds["ladder"] else []
-    words += [f"{len(result['not_run']):,} not run"] if result["not_run"] else []
+    words += [f"{len(unscored(result)):,} not scored"] if unscored(result) else []
+    words += [f"{len(result.not_run):,} not run"] if result.not_run else []
     return ", ".join(words)
 
 
@@ -162,34 +193,36 @@ class Knowledge:
     held: bool
 
 
+def _roles(threat: Attacker) -> tuple[str, str, str]:
+    """Who attacks, what it sees, what it does not see."""
+    return (MALICIOUS if threat.malicious else ACTORS)[threat.actor]
+
+
 def attacker(result: Result) -> str:
     """Who attacks, in a few words."""
-    threat = result["threat"]
-    if not threat:
-        return NOTHING
-    return (MALICIOUS if threat.get("malicious") else ACTORS)[threat["actor"]][0]
+    return _roles(result.threat)[0] if result.threat else NOTHING
 
 
 def threat_sentence(result: Result) -> str:
-    threat = result["threat"]
+    threat = result.threat
     if not threat:
         return "This result was written before the threat model was part of it; see the plan."
-    victim = f" against client {threat['client']}" if threat["actor"] == "server" else ""
-    realism = threat["realism"]
-    return f"{attacker(result)}{victim}. Its numbers are {realism}: {REALISM[realism]}."
+    victim = f" against client {threat.client}" if threat.actor == "server" else ""
+    who, tag = attacker(result), threat.realism
+    return f"{who}{victim}. Its numbers are {tag}: {REALISM[tag]}."
 
 
 def knowledge(result: Result) -> list[Knowledge]:
     """What the attacker holds and what not."""
-    threat = result["threat"]
+    threat = result.threat
     if not threat:
         return []
-    _, sees, misses = (MALICIOUS if threat.get("malicious") else ACTORS)[threat["actor"]]
-    words = threat["knowledge"]
+    _, sees, misses = _roles(threat)
+    words = threat.knowledge
     return [
         Knowledge("sees", sees, True),
-        *(Knowledge(item, words.get(item, ""), True) for item in threat["holds"]),
-        *(Knowledge(item, words.get(item, ""), False) for item in threat["withheld"]),
+        *(Knowledge(item, words.get(item, ""), True) for item in threat.holds),
+        *(Knowledge(item, words.get(item, ""), False) for item in threat.withheld),
         Knowledge("private", misses, False),
     ]
 
@@ -197,31 +230,53 @@ def knowledge(result: Result) -> list[Knowledge]:
 # Findings
 
 
-def measured(result: Result) -> list[Row]:
-    return [row for row in result["summary"] if "scores" in row]
+def measured(result: Result) -> list[tuple[Row, Measured]]:
+    return [(row, row.measured) for row in result.summary if row.measured]
 
 
 def several_rounds(result: Result) -> bool:
-    return len({row["round"] for row in result["summary"]}) > 1
+    return len({row.round for row in result.summary}) > 1
 
 
-def psnr(row: Row) -> dict[str, Any]:
-    spread: dict[str, Any] = row["scores"]["psnr"]
-    return spread
+def psnr(numbers: Measured) -> Spread:
+    return numbers.scores["psnr"]
 
 
-def baseline(row: Row) -> float:
-    return float(row["baselines"]["mean image"]["psnr"])
+def baseline(numbers: Measured) -> float:
+    return numbers.mean_image["psnr"]
 
 
-def above_baseline(row: Row) -> bool:
+def above_baseline(numbers: Measured) -> bool:
     """Whether the median says more than a mean image; below that, no word for a risk fits it."""
-    return bool(psnr(row)["median"] > baseline(row))
+    return psnr(numbers).median > baseline(numbers)
+
+
+def further(result: Result) -> list[Measurement]:
+    """The metrics beside the PSNR."""
+    return [metric for metric in result.metrics if metric.name != "psnr"]
+
+
+def beside(found: Measured, metric: Measurement) -> str:
+    """The median by a metric, and in brackets that of a mean picture."""
+    values = found.scores[metric.name].median, found.mean_image[metric.name]
+    return "{} ({})".format(*(number(value, metric) for value in values))
+
+
+def directions(result: Result) -> str:
+    """How to read the metrics beside the PSNR."""
+    if not (metrics := further(result)):
+        return ""
+    ways = {way: [m.label for m in metrics if m.better == way] for way in ("higher", "lower")}
+    closer = [
+        f"{', '.join(labels)}: the {way}, the closer" for way, labels in ways.items() if labels
+    ]
+    return f"Other metrics: medians, in brackets those of a mean picture. {'; '.join(closer)}."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the summary, every number as text; `state` says why there are none."""
+    """A row of the summary, every number as text; `state` says why there are none. `further`
+    has the medians of the metrics beside the PSNR, in brackets those of a mean picture."""
 
     round: int
     defence: str
@@ -232,7 +287,7 @@ class Finding:
     quartiles: str = NOTHING
     worst: str = NOTHING
     base: str = NOTHING
-    ssim: str = NOTHING
+    further: str = ""
     found: str = NOTHING
     chance: str = NOTHING
     labels: str = NOTHING
@@ -244,24 +299,25 @@ class Finding:
 
 
 def findings(result: Result) -> list[Finding]:
-    """Every row that was measured or crashed; see `inapplicable` for the others."""
-    return [_finding(row) for row in result["summary"] if "scores" in row or row["failed"]]
+    """Every row that was measured, crashed or could not be scored; see `inapplicable` for the
+    others."""
+    return [
+        _finding(result, row)
+        for row in result.summary
+        if row.measured or row.failed or row.unscored
+    ]
 
 
 def inapplicable(result: Result) -> str | None:
     """The attacks that do not apply, in a sentence; their reasons stand in the coverage alone."""
     where: dict[str, list[str]] = {}
-    for row in result["summary"]:
-        if "scores" not in row and not row["failed"]:
-            where.setdefault(row["attack"], []).append(defended(row["defence"]))
-    everywhere = {
-        attack
-        for attack in where
-        if len(where[attack]) == sum(row["attack"] == attack for row in result["summary"])
-    }
+    for row in result.summary:
+        if not (row.measured or row.failed or row.unscored):
+            where.setdefault(row.attack, []).append(defended(row.defence))
+    rows = Counter(row.attack for row in result.summary)
     parts = [
-        attack if attack in everywhere else f"{attack} ({', '.join(dict.fromkeys(defences))})"
-        for attack, defences in where.items()
+        attack if len(among) == rows[attack] else f"{attack} ({', '.join(dict.fromkeys(among))})"
+        for attack, among in where.items()
     ]
     if not parts:
         return None
@@ -272,42 +328,36 @@ def inapplicable(result: Result) -> str | None:
     )
 
 
-def _finding(row: Row) -> Finding:
-    head = (row["round"], row["defence"], row["attack"])
-    if "scores" not in row:
-        return Finding(*head, state=f"failed: {brief(row['reason'] or 'no reason given', 300)}")
-    spread, ssim, labels = psnr(row), row["scores"].get("ssim"), row["labels"]
-    caveats = list(dict.fromkeys(row["caveats"]))
-    if row["failed"]:
-        caveats.insert(0, f"{row['failed']} of {count(row['trials'], 'trial')} failed")
+def _finding(result: Result, row: Row) -> Finding:
+    head = (row.round, row.defence, row.attack)
+    caveats = [f"{row.failed} of {count(row.trials, 'trial')} failed"] if row.failed else []
+    if row.unscored:
+        caveats.append(f"{row.unscored} of {count(row.trials, 'trial')}: {NOT_SCORED}")
+    found = row.measured
+    if not found:
+        why = f"failed: {brief(row.reason or 'no reason given', 300)}"
+        return Finding(*head, state=why if row.failed else NOT_SCORED)
+    caveats += dict.fromkeys(found.caveats)
     if len(caveats) > 6:
         caveats = [*caveats[:6], f"and {len(caveats) - 6} more in result.json"]
+    spread, labels = psnr(found), found.labels
     return Finding(
         *head,
-        records=f"{row['records']:,}",
-        median=decibels(spread["median"]),
-        interval=span(spread["interval"]),
-        quartiles=span(spread["quartiles"]),
-        worst=decibels(spread["most"]),
-        base=decibels(baseline(row)),
-        ssim=f"{ssim['median']:.2f}" if ssim else NOTHING,
-        found=percent(row["scores"]["identified"]["mean"]),
-        chance=f"{100 * row['baselines']['identified']:.2g}{SPACE}%",
-        labels=percent(labels["accuracy"] if labels else None),
-        guessing=percent(labels["random"] if labels else None),
-        risk=row["risk"]["median"] if above_baseline(row) else None,
-        realism=row["realism"],
+        records=f"{found.records:,}",
+        median=decibels(spread.median),
+        interval=span(spread.interval),
+        quartiles=span(spread.quartiles),
+        worst=decibels(spread.most),
+        base=decibels(baseline(found)),
+        further=", ".join(f"{m.label} {beside(found, m)}" for m in further(result)),
+        found=percent(found.scores["identified"].mean),
+        chance=f"{100 * found.identified:.2g}{SPACE}%",
+        labels=percent(labels.accuracy if labels else None),
+        guessing=percent(labels.random if labels else None),
+        risk=found.risk if above_baseline(found) else None,
+        realism=found.realism,
         caveats=tuple(shortened(caveat, 400) for caveat in caveats),
     )
-
-
-def labelled(result: Result) -> list[Row]:
-    return [row for row in measured(result) if row["labels"]]
-
-
-def strongest(rows: list[Row]) -> Row:
-    """The row that leaks most: by the share of pictures recovered, then by the median."""
-    return max(rows, key=lambda row: (row["leaks"]["pictures"]["share"], psnr(row)["median"]))
 
 
 @dataclass(frozen=True)
@@ -317,37 +367,36 @@ class Trade:
     round: int
     defence: str
     settings: str
-    row: Row
+    attack: str
+    numbers: Measured
     state: str
 
 
 def trade_off(result: Result) -> list[Trade]:
     """Leak against defence, when there is more than one."""
-    groups: dict[tuple[int, str], list[Row]] = {}
-    for row in measured(result):
-        if row["realism"] in JUDGED:
-            groups.setdefault((row["round"], row["defence"]), []).append(row)
+    groups: dict[tuple[int, str], list[tuple[Row, Measured]]] = {}
+    for row, found in measured(result):
+        if found.realism in JUDGED:
+            groups.setdefault((row.round, row.defence), []).append((row, found))
     if len({defence for _, defence in groups}) < 2:
         return []
-    best = {key: strongest(rows) for key, rows in groups.items()}
-    options = settings(result, "defence")
-    return [
-        Trade(
-            stage,
-            defence,
-            options.get(defence, ""),
-            row,
-            STATES[row["leaks"]["pictures"]["state"]],
+    options = settings(result.plan.defence)
+    trades = []
+    for (stage, defence), rows in groups.items():
+        # The row that leaks most: by the share of pictures recovered, then by the median.
+        row, found = max(
+            rows, key=lambda pair: (pair[1].leaks["pictures"].share, psnr(pair[1]).median)
         )
-        for (stage, defence), row in best.items()
-    ]
+        state = STATES[found.leaks["pictures"].state]
+        trades.append(Trade(stage, defence, options.get(defence, ""), row.attack, found, state))
+    return trades
 
 
-def settings(result: Result, kind: Literal["attack", "defence"]) -> dict[str, str]:
+def settings(methods: Sequence[Table]) -> dict[str, str]:
     """Options of each attack or defence as the plan gives them, by the key that names its rows."""
     named: dict[str, str] = {}
-    for options in tables(result["plan"], kind):
-        name = key = str(options.get("name", ""))
+    for options in methods:
+        name = key = str(options["name"])
         again = 1
         while key in named:  # as in the plan: a name used again gets a number
             again += 1
@@ -371,24 +420,26 @@ class Coverage:
 
 def coverage(result: Result) -> list[Coverage]:
     """Attacks run and not run, with the reasons: each once, in its first sentence."""
-    options = settings(result, "attack")
+    options = settings(result.plan.attack)
     status: dict[str, Counter[str]] = {name: Counter() for name in options}
     reasons: dict[str, Counter[str]] = {}
-    for trial in result["trials"]:
-        own = trial["kind"] == "trial"
-        status.setdefault(trial["attack"], Counter())[trial["status"]] += own
-        if trial["status"] == "not applicable" or (own and trial["status"] == "failed"):
-            why = f"{trial['status']}: {brief(trial['error'] or 'no reason given')}"
-            reasons.setdefault(trial["attack"], Counter())[why] += own
-    for entry in result["not_run"]:
-        status.setdefault(entry["attack"], Counter())["not run"] += 1
-        why = f"not run: {brief(entry['reason'])}"
-        reasons.setdefault(entry["attack"], Counter())[why] += 1
+    for trial in result.trials:
+        own = trial.kind == "trial"
+        status.setdefault(trial.attack, Counter())[trial.status] += own
+        if trial.status == "not applicable" or (own and trial.status == "failed"):
+            why = f"{trial.status}: {brief(trial.error or 'no reason given')}"
+            reasons.setdefault(trial.attack, Counter())[why] += own
+        elif own and trial.status == "unscored":
+            reasons.setdefault(trial.attack, Counter())[NOT_SCORED] += 1
+    for entry in result.not_run:
+        status.setdefault(entry.attack, Counter())["not run"] += 1
+        why = f"not run: {brief(entry.reason)}"
+        reasons.setdefault(entry.attack, Counter())[why] += 1
     return [
         Coverage(
             attack,
             options.get(attack, ""),
-            seen["done"],
+            seen["done"] + seen["unscored"],
             seen["not applicable"],
             seen["failed"],
             seen["not run"],
@@ -402,10 +453,10 @@ def whole_reasons(result: Result) -> list[tuple[str, str]]:
     """Attack and reason why it does not apply, in full, where its first sentence leaves something
     out: one example for each first sentence."""
     found: dict[tuple[str, str], str] = {}
-    for trial in result["trials"]:
-        reason = trial["error"] or ""
-        if trial["status"] == "not applicable" and brief(reason) != reason:
-            found.setdefault((trial["attack"], brief(reason)), shortened(reason, 1000))
+    for trial in result.trials:
+        reason = trial.error or ""
+        if trial.status == "not applicable" and brief(reason) != reason:
+            found.setdefault((trial.attack, brief(reason)), shortened(reason, 1000))
     return [(attack, reason) for (attack, _), reason in found.items()][:MOST_LISTED]
 
 
@@ -422,34 +473,26 @@ class Control:
 
 def control(result: Result) -> list[Control]:
     """One line for each attack; why one does not apply or crashed stands in the coverage."""
-    status = {trial["id"]: trial["status"] for trial in result["trials"]}
+    status = {trial.id: trial.status for trial in result.trials}
     lines = []
-    for entry in result["control"]:
-        ends = {status[id_] for id_ in entry["trials"]}
-        if entry["passed"]:
-            kinds = [KINDS[kind].lower() for kind in entry["breaks"]]
+    for entry in result.control:
+        ends = {status[id_] for id_ in entry.trials}
+        if entry.passed:
+            kinds = [within(kind_of_leak(result, kind)) for kind in entry.breaks]
             words = f"broke it: {', '.join(kinds)}"
         elif "done" in ends:
-            words = f"did not break it: {entry['reason']}"
+            words = f"did not break it: {entry.reason}"
         else:
             words = "crashed" if "failed" in ends else NOT_APPLICABLE
-        lines.append(
-            Control(
-                entry["attack"],
-                decibels(entry["psnr"]),
-                decibels(entry["baseline"]),
-                entry["passed"],
-                words,
-            )
-        )
+        numbers = decibels(entry.psnr), decibels(entry.baseline)
+        lines.append(Control(entry.attack, *numbers, entry.passed, words))
     return lines
 
 
 def _counted(texts: Counter[str], most: int) -> tuple[str, ...]:
     shown = [f"{text} ({n} times)" if n > 1 else text for text, n in texts.most_common(most)]
-    return (*shown, f"and {len(texts) - most} more in result.json") if len(texts) > most else (
-        *shown,
-    )  # fmt: skip
+    more = [f"and {len(texts) - most} more in result.json"] if len(texts) > most else []
+    return (*shown, *more)
 
 
 @dataclass(frozen=True)
@@ -464,19 +507,14 @@ class Failure:
 
 def failures(result: Result) -> tuple[list[Failure], int]:
     """Crashes by their error, the most frequent first, and how many kinds are left out."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for trial in result["trials"]:
-        if trial["status"] == "failed":
-            groups.setdefault(trial["error"] or "no message", []).append(trial)
+    groups: dict[str, list[Trial]] = {}
+    for trial in result.trials:
+        if trial.status == "failed":
+            groups.setdefault(trial.error or "no message", []).append(trial)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     shown = [
-        Failure(
-            shortened(error),
-            shortened(trials[0].get("traceback", "")),
-            len(trials),
-            trials[0]["id"],
-        )
-        for error, trials in ordered[:MOST_LISTED]
+        Failure(shortened(error), shortened(group[0].traceback or ""), len(group), group[0].id)
+        for error, group in ordered[:MOST_LISTED]
     ]
     return shown, max(0, len(ordered) - MOST_LISTED)
 
@@ -484,10 +522,10 @@ def failures(result: Result) -> tuple[list[Failure], int]:
 def notes(result: Result) -> tuple[str, ...]:
     """What the attacks themselves noted, with how often."""
     texts = Counter(
-        f"{trial['attack']}: {shortened(note, 300)}"
-        for trial in result["trials"]
-        if trial["status"] == "done"
-        for note in trial["notes"]
+        f"{trial.attack}: {shortened(note, 300)}"
+        for trial in result.trials
+        if trial.found
+        for note in trial.found.notes
     )
     return _counted(texts, MOST_LISTED)
 
@@ -508,29 +546,21 @@ def ledger(result: Result) -> list[LedgerLine]:
     """Every number by what the attacker was granted; all kinds but the last count."""
     lines = []
     for realism, meaning in REALISM.items():
-        rows = [row for row in measured(result) if row["realism"] == realism]
-        medians = [psnr(row)["median"] for row in rows]
-        lines.append(
-            LedgerLine(
-                realism,
-                meaning,
-                len(rows),
-                sum(row["records"] for row in rows),
-                decibels(max(medians, default=None)),
-                realism in JUDGED,
-            )
-        )
+        rows = [found for _, found in measured(result) if found.realism == realism]
+        highest = decibels(max((psnr(found).median for found in rows), default=None))
+        records = sum(found.records for found in rows)
+        counts = realism in JUDGED
+        lines.append(LedgerLine(realism, meaning, len(rows), records, highest, counts))
     return lines
 
 
 def _manipulation(result: Result) -> str:
-    rows = measured(result)
-    if any(row["realism"] == "active" for row in rows):
+    if any(found.realism == "active" for _, found in measured(result)):
         return (
             "The server in this audit manipulates the model that it sends, in the ways listed "
             "under the attacks. One that knows other ways can do more."
         )
-    if table(result, "threat").get("malicious"):
+    if result.threat and result.threat.malicious:
         return (
             "The server of this plan may manipulate the model that it sends, but no attack that "
             "does so was run to its end. A malicious server can do more."
@@ -555,23 +585,28 @@ def limits(result: Result, images: Images) -> list[str]:
         "independent. Records of one batch are not, and with fewer than ten records the interval "
         "is too narrow.",
     ]
-    fewest = min((row["records"] for row in rows), default=None)
+    fewest = min((found.records for _, found in rows), default=None)
     if fewest is not None and fewest < 10:
         texts[-1] += f" Here the smallest row has {count(fewest, 'record')}."
-    if not result["verdict"]:
+    if not result.verdict:
         texts.insert(0, "There is no verdict and no positive control in this older result.")
-    elif not any(entry["passed"] for entry in result["control"]):
+    elif not any(entry.passed for entry in result.control):
         texts.insert(
             0,
             "No attack broke the known-weak twin: a low number here is no evidence of safety.",
         )
-    if len({row["defence"] for row in rows}) > 1:
+    if len({row.defence for row, _ in rows}) > 1:
         texts += [
             "A defence is judged by the attacks listed here, not by all there are.",
             "What the defences cost in accuracy was not measured.",
         ]
-    if result["not_run"]:
-        texts.append(f"{count(len(result['not_run']), 'trial')} of the plan did not run.")
+    if blind := unscored(result):
+        texts.append(
+            f"{count(len(blind), 'trial')}: {NOT_SCORED}. Look at the pictures; how much of the "
+            "records is in them, this audit cannot say."
+        )
+    if result.not_run:
+        texts.append(f"{count(len(result.not_run), 'trial')} of the plan did not run.")
     if images == "blur":
         texts.append(
             "Pictures are reduced to a few blocks before they enter this report; the originals "

@@ -4,9 +4,9 @@ second is worse than the first."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -14,13 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from leakgauge.audit.advice import CAP, capped, defended
+from leakgauge.audit.document import Limit
+from leakgauge.audit.results import Measured, Measurement, Result, Row
 from leakgauge.audit.summary import derived
+from leakgauge.config import plain
 from leakgauge.errors import InputError
 from leakgauge.report import contents, first_screen, wording
-from leakgauge.report.contents import Result, Row
 from leakgauge.report.wording import NOTHING
 
-Key = tuple[int, str, str]
+Key: TypeAlias = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,16 @@ class Both:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the summary in both audits. `only` names the audit that alone has it (old or new);
-    `clear` is whether the two intervals of the median stand apart."""
+    """A row of the summary in both audits: the medians by metric, and labels read. `only` names the
+    audit that alone has it (old or new); `clear` are the metrics by which the two intervals of the
+    median stand apart."""
 
     round: int
     defence: str
     attack: str
-    psnr: Both
-    ssim: Both
+    medians: dict[str, Both]
     labels: Both
-    clear: bool
+    clear: frozenset[str]
     only: str | None
 
 
@@ -56,18 +58,21 @@ class Comparison:
 
     names: tuple[str, str]
     outcomes: tuple[str, str]
+    metrics: tuple[Measurement, ...]
     rows: tuple[Change, ...]
-    plans: tuple[tuple[str, Any, Any], ...]
+    plans: tuple[tuple[str, object, object], ...]
 
 
 def compare(a: Result, b: Result) -> Comparison:
     """Rows in the order of the old audit `a`, then those that only the new audit `b` has."""
     of_a, of_b = _rows(a), _rows(b)
+    metrics = {metric.name: metric for metric in (*a.metrics, *b.metrics)}
     return Comparison(
-        names=(a["name"], b["name"]),
+        names=(a.name, b.name),
         outcomes=(first_screen.outcome(a), first_screen.outcome(b)),
-        rows=tuple(_change(key, of_a.get(key), of_b.get(key)) for key in of_a | of_b),
-        plans=tuple(_differences(a["plan"], b["plan"], "")),
+        metrics=tuple(metrics.values()),
+        rows=tuple(_change(key, of_a.get(key), of_b.get(key), metrics) for key in of_a | of_b),
+        plans=tuple(_differences(plain(a.plan), plain(b.plan), "")),
     )
 
 
@@ -83,8 +88,35 @@ def tables(comparison: Comparison) -> list[Table]:
         head.add_row(
             _text(key), *(NOTHING if v is None else _text(wording.toml(v)) for v in values)
         )
-    rows = Table(
-        title="Medians of the PSNR in dB, and labels read",
+    rows = _numbers(
+        comparison,
+        "Medians of the PSNR in dB, and labels read",
+        ["old", "new", "change", "labels old", "new"],
+        [_cells(row) for row in comparison.rows],
+    )
+    further = [metric for metric in comparison.metrics if metric.name != "psnr"]
+    if not further:
+        return [head, rows]
+    more = _numbers(
+        comparison,
+        "Medians of the other metrics, old → new",
+        [f"{metric.label} {metric.unit}".rstrip() for metric in further],
+        [[_both(row, metric.name) for metric in further] for row in comparison.rows],
+        no_wrap=False,  # there may be many
+    )
+    return [head, rows, more]
+
+
+def _numbers(
+    comparison: Comparison,
+    title: str,
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    no_wrap: bool = True,
+) -> Table:
+    """A line of numbers for each row that was compared."""
+    table = Table(
+        title=title,
         title_justify="left",
         caption="* the 95 % intervals of the two medians stand apart",
         caption_justify="left",
@@ -93,13 +125,13 @@ def tables(comparison: Comparison) -> list[Table]:
     )
     stages = len({row.round for row in comparison.rows}) > 1
     for name in [*(["round"] if stages else []), "defence", "attack"]:
-        rows.add_column(name, overflow="fold")
-    for name in ("old", "new", "change", "labels old", "new"):
-        rows.add_column(name, justify="right", no_wrap=True)
-    for row in comparison.rows:
+        table.add_column(name, overflow="fold")
+    for name in columns:
+        table.add_column(_text(name), justify="right", no_wrap=no_wrap)
+    for row, numbers in zip(comparison.rows, cells, strict=True):
         stage = [str(row.round)] if stages else []
-        rows.add_row(*stage, _text(row.defence), _text(row.attack), *_cells(row))
-    return [head, rows]
+        table.add_row(*stage, _text(row.defence), _text(row.attack), *numbers)
+    return table
 
 
 def text(comparison: Comparison, width: int = 80) -> str:
@@ -114,6 +146,7 @@ def text(comparison: Comparison, width: int = 80) -> str:
 # The gate
 
 GAP = 1.0  # dB between two intervals of the median, from which on the second is worse
+STEP = 0.05  # the same for another metric, as a share of the old median
 OUTCOMES = ("below the limit", "inconclusive", "leaks")
 STATES = ("below", "undecided", "leaks")
 
@@ -123,119 +156,148 @@ def worse(old: Result, new: Result) -> list[str]:
     raising a limit hides nothing. Rows of attackers who were told truths do not count.
 
     A crash is no evidence of safety: trials that crash are worse than none that do."""
-    if not old["verdict"] or not new["verdict"]:
+    if not old.verdict or not new.verdict:
         raise InputError(
             "a result of schema 1 has no verdict to compare: run its audit again, or leave out "
             "--gate"
         )
-    plan = new["plan"] | {"audit": new["plan"]["audit"] | {"limit": old["verdict"]["limit"]}}
-    controls = [id_ for entry in new["control"] for id_ in entry["trials"]]
-    judged = derived(plan, new["trials"], controls, new["explanation"], new["not_run"])
-    before, after = old["verdict"]["outcome"], judged["verdict"]["outcome"]
+    judged = _by_the_limits_of(old, old.verdict.limit, new)
+    after = judged.verdict.outcome if judged.verdict else None
     found = []
-    if _rank(OUTCOMES, after) > _rank(OUTCOMES, before):
-        found.append(f"The verdict went from “{before}” to “{after}”.")
-    crashed = sum(trial["status"] == "failed" for trial in new["trials"])
-    if crashed and not any(trial["status"] == "failed" for trial in old["trials"]):
+    if _rank(OUTCOMES, after) > _rank(OUTCOMES, old.verdict.outcome):
+        found.append(f"The verdict went from “{old.verdict.outcome}” to “{after}”.")
+    crashed = sum(trial.status == "failed" for trial in new.trials)
+    if crashed and not any(trial.status == "failed" for trial in old.trials):
         found.append(f"{wording.count(crashed, 'trial')} crashed, where none did before.")
-    known = {key: row for key, row in _rows(old).items() if _counts(row)}
-    for key, row in _rows(judged).items():
-        if _counts(row):
-            found += _worse_row(_place(key), known.get(key), row)
+    measured = {metric.name for metric in new.metrics}
+    found += [
+        f"{metric.label} had a limit, and is not measured any more."
+        for metric in old.metrics
+        if metric.limit is not None and metric.name not in measured
+    ]
+    known = _counting(old)
+    for key, numbers in _counting(judged).items():
+        found += _worse_row(judged, key, known.get(key), numbers)
     return found
 
 
-def _rank(order: tuple[str, ...], word: str) -> int:
+def _by_the_limits_of(old: Result, limit: Limit, new: Result) -> Result:
+    """The new audit, had its plan the limits of the old one."""
+    limits = {metric.name: metric.limit for metric in old.metrics}
+    audit = replace(
+        new.plan.audit, limit=replace(limit, scores={})
+    )  # those of metrics go with them
+    metrics = tuple(replace(m, limit=limits.get(m.name, m.limit)) for m in new.metrics)
+    controls = [id_ for entry in new.control for id_ in entry.trials]
+    judged = replace(new, plan=replace(new.plan, audit=audit), metrics=metrics)
+    return derived(judged, controls, new.explanation)
+
+
+def _rank(order: tuple[str, ...], word: str | None) -> int:
     """Of outcomes: one that failed says nothing, and stands at the bottom."""
     return order.index(word) if word in order else -1
 
 
-def _counts(row: Row) -> bool:
-    return "scores" in row and row["realism"] in contents.JUDGED
+def _counting(result: Result) -> dict[Key, Measured]:
+    """The numbers that a verdict may use, by their row."""
+    return {
+        (row.round, row.defence, row.attack): found
+        for row, found in contents.measured(result)
+        if found.realism in contents.JUDGED
+    }
 
 
-def _place(key: Key) -> str:
+def _worse_row(result: Result, key: Key, old: Measured | None, new: Measured) -> list[str]:
     stage, defence, attack = key
-    return f"{attack}, {defended(defence)}, round {stage}"
-
-
-def _worse_row(place: str, old: Row | None, new: Row) -> list[str]:
+    place = f"{attack}, {defended(defence)}, round {stage}"
     found = []
-    for kind, leak in new["leaks"].items():
-        was = old["leaks"].get(kind) if old else None
-        name = f"{place}: {contents.KINDS[kind].lower()}"
-        share = f"{wording.percent(leak['share'])} of {wording.count(leak['records'], 'record')}"
+    for kind, leak in new.leaks.items():
+        was = old.leaks.get(kind) if old else None
+        name = f"{place}: {contents.within(contents.kind_of_leak(result, kind))}"
+        share = f"{wording.percent(leak.share)} of {wording.count(leak.records, 'record')}"
         if was is None:
-            if leak["state"] == "leaks":
+            if leak.state == "leaks":
                 found.append(f"{name}: leaks ({share}), and was not measured before.")
-        elif _rank(STATES, leak["state"]) > _rank(STATES, was["state"]):
-            states = [contents.STATES[entry["state"]] for entry in (was, leak)]
+        elif _rank(STATES, leak.state) > _rank(STATES, was.state):
+            states = [contents.STATES[entry.state] for entry in (was, leak)]
             found.append(f"{name}: went from “{states[0]}” to “{states[1]}” ({share}).")
-        elif leak["interval"][0] > was["interval"][1]:
+        elif leak.interval[0] > was.interval[1]:
             found.append(
-                f"{name}: {share}, up from {wording.percent(was['share'])}; the 95 % intervals "
+                f"{name}: {share}, up from {wording.percent(was.share)}; the 95 % intervals "
                 "stand apart."
             )
-    if old and contents.above_baseline(new):
-        high, low = contents.psnr(old)["interval"][1], contents.psnr(new)["interval"][0]
-        if min(low, CAP) - min(high, CAP) > GAP:
-            medians = [capped(contents.psnr(row)["median"]) for row in (old, new)]
-            found.append(
-                f"{place}: the median PSNR rose from {medians[0]} to {medians[1]}; the 95 % "
-                "intervals stand apart."
-            )
-    return found
+    moved = [_closer(m, old, new) for m in result.metrics if old and m.name in old.scores]
+    return found + [f"{place}: {words}" for words in moved if words]
+
+
+def _closer(metric: Measurement, old: Measured, new: Measured) -> str | None:
+    """Whether the median of a metric that has a limit came clearly closer to the truth."""
+    sign = 1 if metric.better == "higher" else -1
+    was, now = old.scores[metric.name], new.scores[metric.name]
+    if metric.limit is None or sign * now.median <= sign * new.mean_image[metric.name]:
+        return None
+    far, near = max(sign * end for end in was.interval), min(sign * end for end in now.interval)
+    gap = STEP * abs(was.median)
+    medians = [wording.number(spread.median, metric) for spread in (was, now)]
+    if metric.name == "psnr":
+        far, near, gap = min(far, CAP), min(near, CAP), GAP
+        medians = [capped(spread.median) for spread in (was, now)]
+    if near - far <= gap:
+        return None
+    moved = "rose" if sign > 0 else "fell"
+    return (
+        f"the median {metric.label} {moved} from {medians[0]} to {medians[1]}; the 95 % intervals "
+        "stand apart."
+    )
 
 
 def _rows(result: Result) -> dict[Key, Row]:
-    return {(row["round"], row["defence"], row["attack"]): row for row in result["summary"]}
+    return {(row.round, row.defence, row.attack): row for row in result.summary}
 
 
-def _change(key: Key, a: Row | None, b: Row | None) -> Change:
+def _change(key: Key, a: Row | None, b: Row | None, metrics: Iterable[str]) -> Change:
+    old, new = (row.measured if row else None for row in (a, b))
     return Change(
         *key,
-        psnr=Both(_median(a), _median(b)),
-        ssim=Both(_median(a, "ssim"), _median(b, "ssim")),
-        labels=Both(_accuracy(a), _accuracy(b)),
-        clear=_apart(_interval(a), _interval(b)),
+        medians={name: Both(_median(old, name), _median(new, name)) for name in metrics},
+        labels=Both(_accuracy(old), _accuracy(new)),
+        clear=frozenset(name for name in metrics if _apart(old, new, name)),
         only="old" if b is None else "new" if a is None else None,
     )
 
 
-def _median(row: Row | None, metric: str = "psnr") -> float | None:
-    value: float | None = wording.table(row, "scores", metric).get("median")
-    return value
+def _median(found: Measured | None, name: str) -> float | None:
+    return found.scores[name].median if found and name in found.scores else None
 
 
-def _interval(row: Row | None) -> list[float] | None:
-    value: list[float] | None = wording.table(row, "scores", "psnr").get("interval")
-    return value
+def _apart(old: Measured | None, new: Measured | None, name: str) -> bool:
+    if not (old and new and name in old.scores and name in new.scores):
+        return False
+    a, b = old.scores[name].interval, new.scores[name].interval
+    return a[1] < b[0] or b[1] < a[0]
 
 
-def _apart(a: list[float] | None, b: list[float] | None) -> bool:
-    return bool(a and b and (a[1] < b[0] or b[1] < a[0]))
+def _accuracy(found: Measured | None) -> float | None:
+    return found.labels.accuracy if found and found.labels else None
 
 
-def _accuracy(row: Row | None) -> float | None:
-    value: float | None = wording.table(row, "labels").get("accuracy")
-    return value
-
-
-def _differences(a: Any, b: Any, path: str) -> list[tuple[str, Any, Any]]:
+def _differences(a: object, b: object, path: str) -> list[tuple[str, object, object]]:
     """Keys whose values differ, each by its whole path; attacks and defences by their place."""
-    if isinstance(a, list) and isinstance(b, list) and _of_tables(a) and _of_tables(b):
-        a, b = dict(enumerate(a)), dict(enumerate(b))
-    if not (isinstance(a, dict) and isinstance(b, dict)):
+    old, new = _keyed(a), _keyed(b)
+    if old is None or new is None or isinstance(a, dict) != isinstance(b, dict):
         return [] if a == b else [(path, a, b)]
     return [
         found
-        for key in a | b
-        for found in _differences(a.get(key), b.get(key), _join(path, key))
-    ]  # fmt: skip
+        for key in old | new
+        for found in _differences(old.get(key), new.get(key), _join(path, key))
+    ]
 
 
-def _of_tables(values: list[Any]) -> bool:
-    return all(isinstance(value, dict) for value in values)
+def _keyed(value: object) -> dict[str | int, object] | None:
+    """The entries of a table by their key, of a list of tables by their place."""
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else None
 
 
 def _join(path: str, key: str | int) -> str:
@@ -245,20 +307,21 @@ def _join(path: str, key: str | int) -> str:
 
 
 def _cells(row: Change) -> list[str]:
-    if row.only:
-        change = f"only in {row.only}"
-    else:
-        difference = row.psnr.change
-        change = NOTHING if difference is None else f"{difference:+.1f}{' *' * row.clear}"
+    psnr, labels = row.medians["psnr"], row.labels
+    change = NOTHING if psnr.change is None else f"{psnr.change:+.1f}{' *' * ('psnr' in row.clear)}"
     return [
-        *_each(row.psnr, lambda value: f"{value:.1f}"),
-        change,
-        *_each(row.labels, wording.percent),
+        *(NOTHING if value is None else f"{value:.1f}" for value in (psnr.a, psnr.b)),
+        f"only in {row.only}" if row.only else change,
+        *map(wording.percent, (labels.a, labels.b)),
     ]
 
 
-def _each(both: Both, show: Callable[[float], str]) -> list[str]:
-    return [NOTHING if value is None else show(value) for value in (both.a, both.b)]
+def _both(row: Change, metric: str) -> str:
+    both = row.medians[metric]
+    if both.a is None and both.b is None:
+        return NOTHING
+    numbers = [NOTHING if value is None else f"{value:.3g}" for value in (both.a, both.b)]
+    return " → ".join(numbers) + " *" * (metric in row.clear)
 
 
 def _text(value: str) -> Text:

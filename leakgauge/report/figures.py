@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from markupsafe import Markup
 
 from leakgauge.audit.advice import CAP
+from leakgauge.audit.results import Spread
 
 HEIGHT = 34
 MOST_DOTS = 150  # of one strip
@@ -70,23 +71,23 @@ SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
 
 def strip(
     values: Sequence[float],
-    spread: dict[str, Any],
+    spread: Spread,
     base: float | None,
     limit: float | None,
     axis: Axis,
 ) -> list[Mark]:
     """One dot per record, the box of the middle half, the median, the baseline and the limit."""
     middle = HEIGHT / 2
-    low, high = (axis.place(quartile) for quartile in spread["quartiles"])
+    low, high = (axis.place(quartile) for quartile in spread.quartiles)
     marks = [
         *_grid(axis),
-        _flat("whisker", axis.place(spread["least"]), axis.place(spread["most"])),
+        _flat("whisker", axis.place(spread.least), axis.place(spread.most)),
         Mark("rect", "box", low, middle - 8, high, middle + 8),
     ]
     for i, value in enumerate(_thinned(values)):
         y = middle + 14 * ((i * GOLDEN) % 1 - 0.5)
         marks.append(Mark("dot", "dot over" if value > axis.high else "dot", axis.place(value), y))
-    marks.append(_upright("median", axis.place(spread["median"]), middle - 10, middle + 10))
+    marks.append(_upright("median", axis.place(spread.median), middle - 10, middle + 10))
     return marks + _limits(base, limit, axis)
 
 

@@ -7,24 +7,26 @@ a verdict on each defence. All functions are pure, as those of `contents`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from leakgauge.audit.advice import capped, defended, what_leaks
+from leakgauge.audit.advice import capped, defended, reached, what_leaks
+from leakgauge.audit.results import Decided, Leak, Measured, Result
 from leakgauge.report.contents import (
     JUDGED,
-    KINDS,
     NO_VERDICT,
+    NOT_SCORED,
     OUTCOMES,
     STATES,
     Images,
-    Result,
-    Row,
     above_baseline,
     baseline,
+    kind_of_leak,
     named,
+    scored,
     settings,
+    unscored,
 )
-from leakgauge.report.wording import SPACE, count, percent, table
+from leakgauge.report.pictures import Pair
+from leakgauge.report.wording import SPACE, count, percent
 
 
 @dataclass(frozen=True)
@@ -39,95 +41,105 @@ class Figure:
 
 def outcome(result: Result) -> str:
     """The verdict in a word or two."""
-    return OUTCOMES[result["verdict"]["outcome"]] if result["verdict"] else NO_VERDICT
+    return OUTCOMES[result.verdict.outcome] if result.verdict else NO_VERDICT
 
 
 def headline(result: Result) -> str:
-    if result["verdict"]:
-        return str(result["verdict"]["headline"])
+    if result.verdict:
+        return result.verdict.headline
     return "This result was written before audits gave a verdict: run the audit again to get one."
+
+
+def _strongest(result: Result) -> Measured | None:
+    """The numbers of the row that the verdict calls the worst."""
+    worst = result.verdict and result.verdict.worst
+    if not worst:
+        return None
+    place = worst.round, worst.defence, worst.attack
+    return next(
+        row.measured for row in result.summary if (row.round, row.defence, row.attack) == place
+    )
 
 
 def risk_level(result: Result) -> str | None:
     """The risk in a word, where the strongest attack did better than a mean image."""
-    worst = table(result, "verdict", "worst")
-    if not worst or not above_baseline(_row_of(result, worst)):
-        return None
-    return str(result["verdict"]["risk"])
+    strongest = _strongest(result)
+    return strongest.risk if strongest and above_baseline(strongest) else None
 
 
 def key_figures(result: Result) -> list[Figure]:
     """What an officer reads first: what was recovered, recognised and read, and how well."""
-    worst = table(result, "verdict", "worst")
-    if not worst:
+    verdict, strongest = result.verdict, _strongest(result)
+    if not verdict or not strongest:
         return []
-    kinds, limit = result["verdict"]["kinds"], result["verdict"]["limit"]
-    base = baseline(_row_of(result, worst))
+    psnr = strongest.scores["psnr"]
     return [
         *(
-            Figure(KINDS[kind], _share(leak), _meaning(kind, leak, limit), _measured(leak))
-            for kind, leak in kinds.items()
+            Figure(
+                kind_of_leak(result, kind),
+                f"{round(found.leak.share * found.leak.records)} of {found.leak.records:,}",
+                _meaning(result, kind, found),
+                _measured(found.leak),
+            )
+            for kind, found in verdict.kinds.items()
         ),
         Figure(
             "Typical picture",
-            capped(worst["median"]),
+            capped(psnr.median),
             "median likeness (PSNR) of the strongest attack's pictures",
-            f"a mean picture, which shows nothing of the record, has {capped(base)}",
+            f"a mean picture, which shows nothing of the record, has {capped(baseline(strongest))}",
         ),
         Figure(
             "Worst picture",
-            capped(worst["most"]),
-            f"the picture most like its record, of {worst['records']:,}",
+            capped(psnr.most),
+            f"the picture most like its record, of {strongest.records:,}",
             "attacking more records can only raise it",
         ),
     ]
 
 
-def _share(leak: dict[str, Any]) -> str:
-    hits = leak["share"] * leak["records"]
-    return f"{round(hits)} of {leak['records']:,}"
-
-
-def _meaning(kind: str, leak: dict[str, Any], limit: dict[str, Any]) -> str:
-    if kind == "pictures":
-        return f"rebuilt to {limit['psnr']:g}{SPACE}dB or better, well above a mean picture"
+def _meaning(result: Result, kind: str, found: Decided) -> str:
+    leak = found.leak
     if kind == "found":
         return (
-            f"picked out of {leak['gallery']:,} pictures by their reconstruction; guessing finds "
-            f"{100 * leak['chance']:.2g}{SPACE}%"
+            f"picked out of {found.gallery:,} pictures by their reconstruction; guessing finds "
+            f"{100 * leak.chance:.2g}{SPACE}%"
         )
-    return f"classes named rightly; guessing names {percent(leak['chance'])}"
+    if kind == "labels":
+        return f"classes named rightly; guessing names {percent(leak.chance)}"
+    above = "well above" if kind == "pictures" else "and closer than"
+    return f"rebuilt to {reached(kind, result.metrics)}, {above} a mean picture"
 
 
-def _measured(leak: dict[str, Any]) -> str:
-    low, high = leak["interval"]
-    beyond = " beyond guessing" if leak["chance"] else ""
+def _measured(leak: Leak) -> str:
+    low, high = leak.interval
+    beyond = " beyond guessing" if leak.chance else ""
     return (
-        f"limit {percent(leak['limit'])}, measured{beyond} {percent(low)} to {percent(high)} "
-        f"(95{SPACE}% interval): {STATES[leak['state']]}"
+        f"limit {percent(leak.limit)}, measured{beyond} {percent(low)} to {percent(high)} "
+        f"(95{SPACE}% interval): {STATES[leak.state]}"
     )
 
 
-def next_steps(result: Result) -> list[str]:
+def next_steps(result: Result) -> tuple[str, ...]:
     """What to do, the most urgent first."""
-    return list(result["verdict"]["next"]) if result["verdict"] else []
+    return result.verdict.next if result.verdict else ()
 
 
 def rests_on(result: Result) -> str | None:
     """How much evidence the verdict has."""
-    if not result["verdict"]:
+    if not result.verdict:
         return None
-    done = [
-        trial
-        for trial in result["trials"]
-        if trial["kind"] == "trial" and trial["status"] == "done" and trial["realism"] in JUDGED
-    ]
-    attacks = len({trial["attack"] for trial in done})
-    what = "What was measured" if result["verdict"]["outcome"] == "failed" else "This verdict"
-    return (
-        f"{what} rests on {count(result['verdict']['records'], 'different record')}, "
+    done = [trial for trial, _, _ in scored(result) if trial.realism in JUDGED]
+    attacks = len({trial.attack for trial in done})
+    what = "What was measured" if result.verdict.outcome == "failed" else "This verdict"
+    blind = len(unscored(result))
+    said = (
+        f"{what} rests on {count(result.verdict.records, 'different record')}, "
         f"attacked in {count(len(done), 'trial')} by {count(attacks, 'attack')}."
     )
+    if not blind:
+        return said
+    return f"{said if done else 'Nothing was measured.'} Of {count(blind, 'trial')} {NOT_SCORED}."
 
 
 @dataclass(frozen=True)
@@ -142,44 +154,42 @@ class DefenceVerdict:
 
 def defence_verdicts(result: Result) -> list[DefenceVerdict]:
     """One line for each defence of the plan, no defence included."""
-    if not result["verdict"]:
+    if not result.verdict:
         return []
-    options, limit = settings(result, "defence"), result["verdict"]["limit"]
+    options = settings(result.plan.defence)
     return [
         DefenceVerdict(
-            named(entry["defence"]),
-            options.get(entry["defence"], ""),
-            OUTCOMES[entry["outcome"]],
+            named(entry.defence),
+            options.get(entry.defence, ""),
+            OUTCOMES[entry.outcome],
             tuple(
-                (KINDS[kind], what_leaks(kind, leak, limit["psnr"]), STATES[leak["state"]])
-                for kind, leak in entry["kinds"].items()
+                (kind_of_leak(result, kind), what_leaks(kind, one, result.metrics),
+                 STATES[one.leak.state])
+                for kind, one in entry.kinds.items()
             ),
         )
-        for entry in result["verdict"]["defences"]
-    ]
+        for entry in result.verdict.defences
+    ]  # fmt: skip
 
 
-def _row_of(result: Result, worst: dict[str, Any]) -> Row:
-    keys = ("round", "defence", "attack")
-    return next(row for row in result["summary"] if all(row[key] == worst[key] for key in keys))
-
-
-def evidence(result: Result) -> list[str]:
+def evidence(result: Result) -> tuple[str, ...]:
     """What the verdict rests on, in sentences."""
-    return list(result["verdict"]["sentences"]) if result["verdict"] else []
+    return result.verdict.sentences if result.verdict else ()
 
 
-def worst_caption(trial: dict[str, Any], record: int, images: Images) -> str:
+def worst_caption(pair: Pair, images: Images) -> str:
     """What stands below the picture that leaked most."""
-    base = trial["baselines"]["mean image"]["psnr"][record]
     both = "Left the record, right what the attacker made of the update."
     shown = {
         "show": both,
         "blur": f"{both} Both are blurred in this report.",
         "hide": "The picture is in the folder of the audit; this report does not show it.",
     }
+    trial, truth = pair.trial, pair.truth
+    likeness = NOT_SCORED
+    if truth:
+        likeness = f"{capped(truth.psnr)}; a mean picture has {capped(truth.base)} for this record"
     return (
-        f"{trial['attack']}, {defended(trial['defence'])}, round {trial['round']}, seed "
-        f"{trial['seed']}: {capped(trial['scores']['psnr'][record])}; a mean picture has "
-        f"{capped(base)} for this record. {shown[images]}"
+        f"{trial.attack}, {defended(trial.defence)}, round {trial.round}, seed {trial.seed}: "
+        f"{likeness}. {shown[images]}"
     )

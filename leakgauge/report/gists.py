@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from leakgauge.audit.results import Result
 from leakgauge.report import contents, first_screen, references
-from leakgauge.report.contents import Images, Result
+from leakgauge.report.contents import Images
+from leakgauge.report.pictures import Shown
 from leakgauge.report.wording import count, percent
 
 
-def gists(result: Result, images: Images, pairs: int) -> dict[str, str]:
-    """By section; `pairs` is the number of pairs of pictures that the report shows."""
+def gists(result: Result, images: Images, shown: list[Shown]) -> dict[str, str]:
+    """By section; `shown` are the pictures that the report shows."""
     return {
         "findings": _findings(result),
-        "reconstructions": "hidden" if images == "hide" else f"{count(pairs, 'pair')} of pictures",
+        "reconstructions": "hidden" if images == "hide" else _pictures(shown),
         "defences": _defences(result),
         "distributions": "the likeness of every record, not the median alone",
         "labels": _labels(result),
         "why": _why(result),
         "control": _control(result),
         "threat": contents.attacker(result),
-        "scope": f"{result['federation']['model']} on {result['federation']['data']}",
+        "scope": f"{result.federation.model} on {result.federation.data}",
         "coverage": _coverage(result),
         "limits": "what this audit cannot say",
         "ledger": "what the attacker was given for each number",
@@ -29,13 +31,20 @@ def gists(result: Result, images: Images, pairs: int) -> dict[str, str]:
 
 def _findings(result: Result) -> str:
     rows = contents.findings(result)
-    leaking = [
-        row
-        for row in contents.measured(result)
-        if row["realism"] in contents.JUDGED
-        and any(leak["state"] == "leaks" for leak in row["leaks"].values())
-    ]
-    return count(len(rows), "row") + (f", {len(leaking)} of them above a limit" if leaking else "")
+    leaking = sum(
+        found.realism in contents.JUDGED
+        and any(leak.state == "leaks" for leak in found.leaks.values())
+        for _, found in contents.measured(result)
+    )
+    return count(len(rows), "row") + (f", {leaking} of them above a limit" if leaking else "")
+
+
+def _pictures(shown: list[Shown]) -> str:
+    alone = sum(item.pair.truth is None for item in shown)
+    pairs = f"{count(len(shown) - alone, 'pair')} of pictures"
+    parts = [*([pairs] if alone < len(shown) or not shown else []),
+             *([f"{count(alone, 'picture')} not scored"] if alone else [])]  # fmt: skip
+    return ", ".join(parts)
 
 
 def _defences(result: Result) -> str:
@@ -45,15 +54,14 @@ def _defences(result: Result) -> str:
 
 
 def _labels(result: Result) -> str:
-    read = [row["labels"]["accuracy"] for row in contents.labelled(result)]
+    read = [found.labels.accuracy for _, found in contents.measured(result) if found.labels]
     return f"up to {percent(max(read))} read" if read else "no attack named any"
 
 
 def _why(result: Result) -> str:
-    explanation = result["explanation"]
-    if not explanation:
+    if not result.explanation:
         return "not run"
-    return f"{count(len(explanation['rungs']) - 1, 'step')} up from the known-weak twin"
+    return f"{count(len(result.explanation.rungs) - 1, 'step')} up from the known-weak twin"
 
 
 def _control(result: Result) -> str:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from leakgauge.audit.advice import defended
+from leakgauge.audit.results import Result
 from leakgauge.report import (
     annex,
     charts,
@@ -30,8 +31,9 @@ from leakgauge.report import (
     references,
     wording,
 )
-from leakgauge.report.contents import Images, Result
+from leakgauge.report.contents import Images
 from leakgauge.report.gists import gists
+from leakgauge.report.pictures import Pair, Shown
 
 RISK_PIPS = {"low": 1, "medium": 2, "high": 3, "very high": 4}
 
@@ -40,7 +42,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
     """The page for a result whose result.json and pictures are in `folder`."""
     contents.check_images(images)
     style, script = _inline("page.css"), _inline("page.js")
-    gallery = _gallery(result, folder, images)
+    shown, left_out = pictures.embedded(result, folder, images)
+    worst = pictures.worst(result)
     return _template().render(
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; "
         f"script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'",
@@ -50,6 +53,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         risks=contents.RISKS,
         decibels=wording.decibels,
         defended=defended,
+        data_uri=pictures.data_uri,
         svg=figures.svg,
         scale=figures.scale,
         images=images,
@@ -59,19 +63,26 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         level=first_screen.risk_level(result),
         rests_on=first_screen.rests_on(result),
         key_figures=first_screen.key_figures(result),
-        worst=_worst(result, folder, images),
+        worst=worst and pictures.load(worst, folder, images),
+        worst_caption=worst and first_screen.worst_caption(worst, images),
         steps=first_screen.next_steps(result),
         defences=first_screen.defence_verdicts(result),
         evidence=first_screen.evidence(result),
-        gists=gists(result, images, len(gallery["cards"])),
+        gists=gists(result, images, shown),
         findings=contents.findings(result),
+        directions=contents.directions(result),
         inapplicable=contents.inapplicable(result),
         several_rounds=contents.several_rounds(result),
         scope=contents.scope(result),
         threat=contents.threat_sentence(result),
         knowledge=contents.knowledge(result),
         control=contents.control(result),
-        gallery=gallery,
+        shown=shown,
+        left_out=left_out,
+        by_id=_places(shown, lambda pair: (pair.trial.id, pair.record)),
+        by_attack=_places(shown, lambda pair: (pair.trial.attack, pair.trial.defence)),
+        unscored=contents.unscored(result),
+        not_scored=contents.NOT_SCORED,
         distribution=charts.distribution(result),
         labels=charts.labels(result),
         ladder=charts.ladder(result),
@@ -84,48 +95,13 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         ledger=contents.ledger(result),
         references=references.used(result),
         annex=annex.annex(result, folder),
-        plan=annex.plan_text(result),
+        plan=annex.plan_text(result.plan),
     )
 
 
-def _worst(result: Result, folder: Path, images: Images) -> dict[str, Any] | None:
-    """The picture that leaked most, and the words below it."""
-    pair = pictures.worst(result)
-    if not pair:
-        return None
-    files = [pictures.png(folder, name, images) for name in (pair.truth, pair.guess)]
-    return {
-        "caption": first_screen.worst_caption(pair.trial, pair.record, images),
-        "pictures": [pictures.data_uri(png) if png else None for png in files]
-        if images != "hide"
-        else [],
-    }
-
-
-def _gallery(result: Result, folder: Path, images: Images) -> dict[str, Any]:
-    """Cards in the order of the worst leak, each with its place in the other two orders."""
-    shown, left_out = pictures.embedded(result, folder, images)
-    by_id = _places(shown, lambda item: (item.pair.trial["id"], item.pair.record))
-    by_attack = _places(shown, lambda item: (item.pair.trial["attack"], item.pair.trial["defence"]))
-    cards = [
-        {
-            "trial": item.pair.trial,
-            "record": item.pair.record,
-            "psnr": item.pair.leak,
-            "truth": pictures.data_uri(item.truth) if item.truth else None,
-            "guess": pictures.data_uri(item.guess) if item.guess else None,
-            "worst": i,
-            "by_id": by_id[i],
-            "by_attack": by_attack[i],
-        }
-        for i, item in enumerate(shown)
-    ]
-    return {"cards": cards, "left_out": left_out, "total": left_out + len(cards)}
-
-
-def _places(shown: list[pictures.Shown], key: Any) -> list[int]:
+def _places(shown: list[Shown], key: Callable[[Pair], tuple[str, int | str]]) -> list[int]:
     """The rank of each item under another order; equal ones keep the order they have."""
-    ordered = sorted(range(len(shown)), key=lambda i: key(shown[i]))
+    ordered = sorted(range(len(shown)), key=lambda i: key(shown[i].pair))
     places = [0] * len(shown)
     for place, i in enumerate(ordered):
         places[i] = place
@@ -155,10 +131,10 @@ def _code(text: str) -> Markup:
     )
 
 
-def _finalize(value: Any) -> Any:
+def _finalize(value: object) -> object:
     """The last gate of every value of the page."""
     return (
-        wording.tidy(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+        wording.tidy(value) if isinstance(value, str) and not isinstance(value, Markup) else value
     )
 
 

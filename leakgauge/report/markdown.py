@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from leakgauge.audit.advice import defended
+from leakgauge.audit.results import Result
 from leakgauge.report import annex, contents, first_screen, pictures, references, wording
-from leakgauge.report.contents import Result
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
@@ -22,7 +22,7 @@ _START = re.compile(r"^(\d+)([.)])|^([-+=])")
 def render(result: Result, folder: Path | None = None) -> str:
     """The text of report.md; `folder` holds the result.json whose checksum it carries."""
     lines = [
-        f"# {escape(result['name'])}: {first_screen.outcome(result)}",
+        f"# {escape(result.name)}: {first_screen.outcome(result)}",
         "",
         f"**{escape(first_screen.headline(result))}**",
         "",
@@ -32,12 +32,11 @@ def render(result: Result, folder: Path | None = None) -> str:
     if rests := first_screen.rests_on(result):
         lines += [rests, ""]
     if figures := first_screen.key_figures(result):
-        lines += _table(
-            ("", "", "", ""), ((f"**{f.label}**", f.value, f.note, f.against) for f in figures)
-        )
+        rows = ((f"**{escape(f.label)}**", f.value, escape(f.note), f.against) for f in figures)
+        lines += _table(("", "", "", ""), rows)
         lines.append("")
     if pair := pictures.worst(result):
-        caption = first_screen.worst_caption(pair.trial, pair.record, "hide")
+        caption = first_screen.worst_caption(pair, "hide")
         lines += [f"The worst picture: {escape(caption)}", ""]
     if steps := first_screen.next_steps(result):
         lines += ["## What to do next", ""]
@@ -101,7 +100,7 @@ def _defences(verdicts: list[first_screen.DefenceVerdict]) -> list[str]:
             (
                 escape(f"{line.defence} {line.settings}".rstrip()),
                 f"**{line.outcome}**",
-                "; ".join(f"{kind}: {state} ({words})" for kind, words, state in line.kinds)
+                escape("; ".join(f"{kind}: {state} ({words})" for kind, words, state in line.kinds))
                 or "nothing was measured",
             )
             for line in verdicts
@@ -115,7 +114,7 @@ def _findings(result: Result) -> list[str]:
     for finding in contents.findings(result):
         head = (str(finding.round), escape(finding.defence), escape(finding.attack))
         if finding.state:
-            rows.append((*head, "0", *["–"] * 6, "–", escape(finding.state)))
+            rows.append((*head, "0", *["–"] * 7, escape(finding.state), "–"))
             continue
         noted = escape("; ".join(finding.caveats))
         mark = f" [{caveats.setdefault(noted, len(caveats) + 1)}]" if noted else ""
@@ -131,22 +130,23 @@ def _findings(result: Result) -> list[str]:
                 f"{finding.labels} ({finding.guessing})",
                 finding.risk or "–",
                 finding.realism or "–",
+                escape(finding.further) or "–",
             )
         )
     header = ("Round", "Defence", "Attack", "Records", "Median PSNR", "95 % interval", "Highest",
               "Mean picture", "Recognised (chance)", "Labels (guessing)", "Risk",
-              "Realism")  # fmt: skip
-    note = contents.inapplicable(result)
+              "Realism", "Other metrics")  # fmt: skip
+    notes = [contents.directions(result), contents.inapplicable(result)]
     return [
         *_table(header, rows),
         "",
         *_list_marked(caveats),
-        *([escape(note), ""] if note else []),
+        *(line for note in notes if note for line in (escape(note), "")),
     ]
 
 
 def _control(result: Result) -> list[str]:
-    if not result["control"]:
+    if not result.control:
         return [
             "No positive control is part of this result: a low number is no evidence of safety."
         ]
@@ -160,28 +160,23 @@ def _control(result: Result) -> list[str]:
 
 
 def _why(result: Result) -> list[str]:
-    lines = []
-    if explanation := result["explanation"]:
-        lines += [escape(explanation["sentence"]), ""]
+    lines = ["The ladder that explains a result was not run."]
+    if explanation := result.explanation:
+        lines = [escape(explanation.sentence), ""]
         lines += _table(
             ("Factor put back", "", "Median PSNR", "Change"),
             (
                 (
-                    escape(rung["factor"]),
-                    escape(rung["label"]),
-                    wording.decibels(rung["median"]),
-                    wording.change(rung["change"]),
+                    escape(rung.factor),
+                    escape(rung.label),
+                    wording.decibels(rung.median),
+                    wording.change(rung.change),
                 )
-                for rung in explanation["rungs"]
+                for rung in explanation.rungs
             ),
         )
-    else:
-        lines.append("The ladder that explains a result was not run.")
-    if sensitivity := result["sensitivity"]:
-        lines += [
-            "",
-            f"Noise-to-gradient sensitivity: {escape(sensitivity['words'])}",
-        ]
+    if result.sensitivity:
+        lines += ["", f"Noise-to-gradient sensitivity: {escape(result.sensitivity.words)}"]
     return lines
 
 
@@ -192,8 +187,8 @@ def _trades(trades: list[contents.Trade]) -> list[str]:
             (
                 str(trade.round),
                 escape(f"{defended(trade.defence)} {trade.settings}".rstrip()),
-                escape(trade.row["attack"]),
-                wording.decibels(contents.psnr(trade.row)["median"]),
+                escape(trade.attack),
+                wording.decibels(contents.psnr(trade.numbers).median),
                 trade.state,
             )
             for trade in trades

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from leakgauge.audit.advice import defended
+from leakgauge.audit.results import Result
 from leakgauge.config import optional
 from leakgauge.report import (
     annex,
@@ -25,7 +26,7 @@ from leakgauge.report import (
     wording,
 )
 from leakgauge.report.charts import Chart
-from leakgauge.report.contents import Images, Result
+from leakgauge.report.contents import Images
 from leakgauge.report.figures import Mark
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     contents.check_images(images)
     pdf = _document(result)
     _first_page(pdf, result, folder, images)
-    pdf.add_page()
+    if pdf.page == 1:
+        pdf.add_page()
     _findings(pdf, result)
     _pictures(pdf, result, folder, images)
     for title, chart, words in (
@@ -102,7 +104,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     _list(pdf, [f"{paper.line()} {paper.link}" for paper in references.used(result)])
     _heading(pdf, "Annex")
     _facts(pdf, annex.annex(result, folder))
-    _text(pdf, annex.plan_text(result), font="mono", size=7)
+    _text(pdf, annex.plan_text(result.plan), font="mono", size=7)
     return bytes(pdf.output())
 
 
@@ -126,9 +128,9 @@ def _document(result: Result) -> FPDF:
     pdf.c_margin = 0  # words begin where boxes and pictures do
     pdf.set_auto_page_break(True, 16)
     # The same result gives the same bytes: the date is that of the audit, not of the printing.
-    pdf.set_creation_date(_date(result["times"]["finished"]))
-    pdf.set_title(_known(pdf, f"{result['name']}: {first_screen.outcome(result)}"))
-    pdf.set_creator(f"LeakGauge {wording.tidy(result['leakgauge'])}")
+    pdf.set_creation_date(_date(result.times.finished))
+    pdf.set_title(_known(pdf, f"{result.name}: {first_screen.outcome(result)}"))
+    pdf.set_creator(f"LeakGauge {wording.tidy(result.leakgauge)}")
     pdf.add_page()
     return pdf
 
@@ -144,7 +146,7 @@ def _date(finished: str | None) -> datetime.datetime:
 def _first_page(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     """All that an officer needs: the same parts as on the page, in the same order."""
     word = first_screen.outcome(result)
-    _text(pdf, f"LeakGauge audit · {result['name']}", size=8, colour=MUTED)
+    _text(pdf, f"LeakGauge audit · {result.name}", size=8, colour=MUTED)
     pdf.ln(3)
     level = first_screen.risk_level(result)
     _badge(pdf, word, 11)
@@ -204,9 +206,10 @@ def _soft(tone: Colour, share: float = 0.12) -> Colour:
 
 
 def _cards(pdf: FPDF, figures_: Sequence[first_screen.Figure]) -> None:
-    """The key figures side by side."""
+    """The key figures side by side, at most six."""
     if not figures_:
         return
+    figures_, rest = figures_[:6], figures_[6:]
     gap, top = 2.5, pdf.get_y()
     width = (pdf.epw - gap * (len(figures_) - 1)) / len(figures_)
     # The boxes are as high as the longest words need.
@@ -216,7 +219,8 @@ def _cards(pdf: FPDF, figures_: Sequence[first_screen.Figure]) -> None:
         pdf.set_fill_color(*PANEL)
         pdf.rect(pdf.get_x(), top, width, tallest, style="F", round_corners=True, corner_radius=1.8)
         _card(pdf, figure, top, width, dry=False)
-    pdf.set_xy(pdf.l_margin, top + tallest)
+    pdf.set_xy(pdf.l_margin, top + tallest + (gap if rest else 0))
+    _cards(pdf, rest)
 
 
 def _card(pdf: FPDF, figure: first_screen.Figure, top: float, width: float, dry: bool) -> float:
@@ -258,14 +262,9 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
         pdf.set_xy(pdf.l_margin, top)
         _text(pdf, "The worst picture", size=10.5, bold=True, colour=ACCENT, width=left)
         y, side = pdf.get_y() + 1.5, (left - 5) / 2
-        shown = 0
-        for k, name in enumerate((pair.truth, pair.guess) if images != "hide" else ()):
-            if content := pictures.png(folder, name, images):
-                x = pdf.l_margin + k * (side + 1)
-                pdf.image(content, x, y, side, side, keep_aspect_ratio=True)
-                shown += 1
+        shown = images != "hide" and _pair(pdf, pair, folder, images, pdf.l_margin, y, side)
         pdf.set_xy(pdf.l_margin, y + (side + 1.5 if shown else 0))
-        caption = first_screen.worst_caption(pair.trial, pair.record, images)
+        caption = first_screen.worst_caption(pair, images)
         _text(pdf, caption, size=7.5, colour=MUTED, width=left - 4)
         lowest = pdf.get_y()
     if steps:
@@ -303,6 +302,7 @@ def _findings(pdf: FPDF, result: Result) -> None:
                 finding.risk or "–",
             )
         )
+        rows += [(finding.further,)] if finding.further else []
         if finding.caveats:
             rows.append(("⚠ " + " ⚠ ".join(finding.caveats),))
     header = ("Attack", "Records", "Median PSNR (95 %)", "Highest", "Mean picture",
@@ -310,7 +310,7 @@ def _findings(pdf: FPDF, result: Result) -> None:
     _table(pdf, header, rows, (9, 4, 5, 4, 4, 5, 5, 4), size=7)
     if len(found) > MOST_ROWS:
         _text(pdf, f"{len(found) - MOST_ROWS} more rows are in result.json.", colour=MUTED)
-    if note := contents.inapplicable(result):
+    for note in filter(None, (contents.directions(result), contents.inapplicable(result))):
         _text(pdf, note, size=8, colour=MUTED)
     _list(pdf, first_screen.evidence(result))
 
@@ -324,14 +324,15 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     side = (width - 1) / 2
     height = side + 9
     _heading(pdf, "Reconstructions", height)
-    chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=lambda pair: -pair.leak)
-    _text(
-        pdf,
-        "The truth on the left, the guess on the right"
-        + (", both blurred" if images == "blur" else "")
-        + f". {len(chosen)} of {len(found)} pairs, the worst leak first.",
-        colour=MUTED,
-    )
+    chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=pictures.Pair.order)
+    known = sum(pair.truth is not None for pair in chosen)
+    blur = ", blurred" if images == "blur" else ""
+    words = f"The truth on the left, the guess on the right{blur}. " if known else ""
+    if known < len(chosen):
+        who = "Some guesses stand" if known else "Each guess stands"
+        words += f"{who} alone{blur}: {contents.NOT_SCORED}. "
+    words += f"{len(chosen)} of {len(found)}" + (" pairs, the worst leak first." if known else ".")
+    _text(pdf, words, colour=MUTED)
     pdf.ln(2)
     top = pdf.get_y()
     for i, pair in enumerate(chosen):
@@ -341,19 +342,28 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
             if top + height > pdf.h - pdf.b_margin:
                 pdf.add_page()
                 top = pdf.t_margin
-        for k, name in enumerate((pair.truth, pair.guess)):
-            if content := pictures.png(folder, name, images):
-                pdf.image(content, x + k * (side + 1), top, side, side, keep_aspect_ratio=True)
+        _pair(pdf, pair, folder, images, x, top, side)
         pdf.set_xy(x, top + side)
-        where = defended(pair.trial["defence"])
-        caption = f"{wording.decibels(pair.leak)} {pair.trial['attack']}, {where}"
+        score = wording.decibels(pair.truth.psnr) if pair.truth else "not scored"
+        caption = f"{score} {pair.trial.attack}, {defended(pair.trial.defence)}"
         _text(pdf, wording.shortened(caption, 60), size=6, width=width)
     pdf.set_xy(pdf.l_margin, top + height)
 
 
+def _pair(
+    pdf: FPDF, pair: pictures.Pair, folder: Path, images: Images, x: float, y: float, side: float
+) -> bool:
+    """The truth at the left, the guess at the right; whether there was anything to show."""
+    shown = pictures.load(pair, folder, images)
+    for k, content in enumerate((shown.truth, shown.guess) if pair.truth else (shown.guess,)):
+        if content:
+            pdf.image(content, x + k * (side + 1), y, side, side, keep_aspect_ratio=True)
+    return bool(shown.truth or shown.guess)
+
+
 def _control(pdf: FPDF, result: Result) -> None:
     _heading(pdf, "Positive control")
-    if not result["control"]:
+    if not result.control:
         _text(pdf, "None is part of this result: a low number in it is no evidence of safety.")
         return
     rows = [(line.attack, line.psnr, line.base, line.words) for line in contents.control(result)]
@@ -362,21 +372,21 @@ def _control(pdf: FPDF, result: Result) -> None:
 
 def _why(pdf: FPDF, result: Result) -> None:
     _heading(pdf, "Why")
-    if explanation := result["explanation"]:
-        _text(pdf, explanation["sentence"])
+    if explanation := result.explanation:
+        _text(pdf, explanation.sentence)
         pdf.ln(1)
         _text(
             pdf,
             "From the known-weak twin, the factors of this federation are put back one by one "
-            f"({explanation['attack']}):",
+            f"({explanation.attack}):",
             size=8,
             colour=MUTED,
         )
         _plot(pdf, charts.ladder(result))
     else:
         _text(pdf, "The ladder that explains a result was not run.")
-    if result["sensitivity"]:
-        _text(pdf, f"Noise-to-gradient sensitivity: {result['sensitivity']['words']}")
+    if result.sensitivity:
+        _text(pdf, f"Noise-to-gradient sensitivity: {result.sensitivity.words}")
 
 
 def _coverage(pdf: FPDF, result: Result) -> None:

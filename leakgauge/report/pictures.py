@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
-from leakgauge.report.contents import JUDGED, Images, Result
+from leakgauge.audit.results import Result, Trial
+from leakgauge.report.contents import JUDGED, Images, scored, unscored
 
 MOST_PAIRS = 120
 MOST_BYTES = 6_000_000  # of all pictures in one report, as base64
@@ -26,14 +26,28 @@ MOST_PIXELS = 64_000_000  # a file that claims more is not decoded
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A truth and its guess: where they are, and what stands below them. `leak` is the PSNR."""
+class Truth:
+    """The picture that a guess is held against: its file, the PSNR of the guess and of a mean
+    picture, and why that number may be too low."""
 
-    trial: dict[str, Any]
+    file: str
+    psnr: float
+    base: float
+    caveats: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A guess and its truth; None if nobody knows it."""
+
+    trial: Trial
     record: int
-    leak: float
-    truth: str
     guess: str
+    truth: Truth | None
+
+    def order(self) -> float:
+        """The worst leak comes first, what nobody can score last."""
+        return -self.truth.psnr if self.truth else math.inf
 
 
 @dataclass(frozen=True)
@@ -47,25 +61,32 @@ class Shown:
 
 def pairs(result: Result) -> list[Pair]:
     """All pairs of the audit's own trials, the worst leak first."""
-    found = [
-        Pair(trial, i, leak, truth, guess)
-        for trial in result["trials"]
-        if trial["kind"] == "trial" and trial["status"] == "done"
-        for i, (leak, truth, guess) in enumerate(
+    known = [
+        Pair(trial, i, guess, Truth(file, psnr, base, score.caveats))
+        for trial, found, score in scored(result)
+        if found.images
+        for i, (guess, file, psnr, base) in enumerate(
             zip(
-                trial["scores"]["psnr"],
-                trial["images"]["truths"],
-                trial["images"]["guesses"],
+                found.images.guesses,
+                found.images.truths,
+                score.scores["psnr"],
+                score.mean_image["psnr"],
                 strict=False,  # not every record has its pictures kept
             )
         )
     ]
-    return sorted(found, key=lambda pair: -pair.leak)  # stable: equal ones keep the plan's order
+    unknown = [
+        Pair(trial, i, guess, None)
+        for trial in unscored(result)
+        if trial.found and trial.found.images
+        for i, guess in enumerate(trial.found.images.guesses)
+    ]
+    return sorted([*known, *unknown], key=Pair.order)  # stable: equal ones keep the plan's order
 
 
 def worst(result: Result) -> Pair | None:
     """The pair that leaked most, of attackers who were told no truths."""
-    return next((pair for pair in pairs(result) if pair.trial["realism"] in JUDGED), None)
+    return next((p for p in pairs(result) if p.truth and p.trial.realism in JUDGED), None)
 
 
 def chosen(found: list[Pair], most: int = MOST_PAIRS) -> list[Pair]:
@@ -73,7 +94,7 @@ def chosen(found: list[Pair], most: int = MOST_PAIRS) -> list[Pair]:
     middle one of each (the worst alone would mislead), then the worst of all."""
     groups: dict[tuple[str, str], list[Pair]] = {}
     for pair in found:
-        groups.setdefault((pair.trial["attack"], pair.trial["defence"]), []).append(pair)
+        groups.setdefault((pair.trial.attack, pair.trial.defence), []).append(pair)
     heads = [group[0] for group in groups.values()]
     middles = [group[len(group) // 2] for group in groups.values()]
     return list({id(pair): pair for pair in [*heads, *middles, *found]}.values())[:most]
@@ -86,18 +107,19 @@ def embedded(result: Result, folder: Path, images: Images) -> tuple[list[Shown],
         return [], len(found)
     shown: list[Shown] = []
     size = 0
-    for item in _loaded(chosen(found), folder, images):
+    for pair in chosen(found):
+        item = load(pair, folder, images)
         size += sum(len(png) * 4 // 3 for png in (item.truth, item.guess) if png)
         if size > MOST_BYTES:
             break
         shown.append(item)
-    shown.sort(key=lambda item: -item.pair.leak)
+    shown.sort(key=lambda item: item.pair.order())
     return shown, len(found) - len(shown)
 
 
-def _loaded(found: list[Pair], folder: Path, images: Images) -> Iterator[Shown]:
-    for pair in found:
-        yield Shown(pair, png(folder, pair.truth, images), png(folder, pair.guess, images))
+def load(pair: Pair, folder: Path, images: Images) -> Shown:
+    names = (pair.truth.file if pair.truth else None, pair.guess)
+    return Shown(pair, *(png(folder, name, images) if name else None for name in names))
 
 
 def png(folder: Path, name: str, images: Images) -> bytes | None:

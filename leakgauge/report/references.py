@@ -6,13 +6,8 @@ the name they have in the plan, and `federation`, `risk` for what every audit us
 
 from __future__ import annotations
 
-from typing import Any
-
+from leakgauge.audit.results import Result
 from leakgauge.report.papers import PAPERS, Reference
-from leakgauge.report.wording import table, tables
-
-Result = dict[str, Any]
-
 
 METHODS: dict[str, tuple[str, ...]] = {
     "federation": ("mcmahan2017",),
@@ -68,14 +63,12 @@ LABEL_RULE = {
 
 def used(result: Result) -> list[Reference]:
     """The papers of the methods a result used, in the order of PAPERS."""
-    names = {"federation", "risk", *result["references"]}
-    plan = result["plan"]
-    for attack in tables(plan, "attack"):
-        name = str(attack.get("name"))
+    names = {"federation", "risk", *result.references}
+    for attack in result.plan.attack:
+        name = str(attack["name"])
         names |= {name, str(attack.get("labels", LABEL_RULE.get(name)))}
-    names |= {str(defence.get("name")) for defence in tables(plan, "defence")}
-    metrics = table(plan, "audit").get("metrics")
-    names |= {str(metric) for metric in metrics} if isinstance(metrics, list) else set()
+    names |= {str(defence["name"]) for defence in result.plan.defence}
+    names |= set(result.plan.audit.metrics)
     keys = {key for name in names for key in METHODS.get(name, ())}
     return [paper for paper in PAPERS if paper.key in keys]
 

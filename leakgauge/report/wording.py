@@ -1,10 +1,12 @@
-"""Numbers and texts as a report writes them; and safe looks into tables that a user wrote."""
+"""Numbers and texts as a report writes them."""
 
 from __future__ import annotations
 
 import json
 import unicodedata
-from typing import Any
+from collections.abc import Sequence
+
+from leakgauge.audit.results import Measurement
 
 NOTHING = "–"
 SPACE = "\N{NO-BREAK SPACE}"
@@ -20,7 +22,12 @@ def percent(value: float | None) -> str:
     return NOTHING if value is None else f"{100 * value:.0f}{SPACE}%"
 
 
-def span(pair: tuple[float, float] | list[float]) -> str:
+def number(value: float, metric: Measurement) -> str:
+    """A score by any metric, with its unit."""
+    return f"{value:.3g}" + (f"{SPACE}{metric.unit}" if metric.unit else "")
+
+
+def span(pair: tuple[float, float]) -> str:
     low, high = f"{pair[0]:.1f}", f"{pair[1]:.1f}"
     return f"{low} to {high}" if "-" in low + high else f"{low}–{high}"
 
@@ -34,7 +41,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(numbers: list[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(str(number) for number in numbers[:MOST_LISTED])
     return shown + (f" and {len(numbers) - MOST_LISTED:,} more" * (len(numbers) > MOST_LISTED))
 
@@ -74,27 +81,11 @@ def brief(text: str, most: int = 160) -> str:
     return first if len(first) <= most else f"{first[: most - 1].rstrip()}…"
 
 
-# Looking into tables whose keys are the user's
-
-
-def table(value: Any, *keys: str) -> dict[str, Any]:
-    """The table below these keys; empty if there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
-def tables(value: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The array of tables at this key; empty if there is none."""
-    found = value.get(key)
-    return [t for t in found if isinstance(t, dict)] if isinstance(found, list) else []
-
-
-def toml(value: Any) -> str:
+def toml(value: object) -> str:
     """A value of a plan on one line."""
     if isinstance(value, dict):
         pairs = (f"{toml_key(k)} = {toml(v)}" for k, v in value.items() if v is not None)
-        return f"{{ {', '.join(pairs)} }}"
+        return f"{{ {', '.join(pairs)} }}" if value else "{}"
     if isinstance(value, list):
         return f"[{', '.join(toml(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans
