@@ -199,13 +199,12 @@ def _from_3(old: Table) -> Table:
         _trial_from_3(_table(trial, f"result.trials[{i}]"), f"result.trials[{i}]")
         for i, trial in enumerate(_list(old, "result", "trials"))
     ]
-    limit = _table(_table(plan.get("audit", {}), "result.plan.audit").get("limit", {}), "limit")
-    scores: Table = next((_get(t, "", "score", "scores") for t in trials if t.get("score")), {})
-    names = [name for name in dict.fromkeys(("psnr", *scores)) if name in METRICS]
-    measured = measurements(
-        {name: METRICS[name] for name in names}, _built(Limit, limit, "result.plan.audit.limit")
-    )
-    return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(measured)}
+    audit = _table(plan.get("audit", {}), "result.plan.audit")
+    limit = _built(Limit, audit.get("limit", {}), "result.plan.audit.limit")
+    scores = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
+    names = dict.fromkeys(("psnr", *_table(scores, "result.trials.scores")))
+    metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
+    return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
 
 
 def _trial_from_3(old: Table, path: str) -> Table:

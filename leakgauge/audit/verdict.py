@@ -51,6 +51,7 @@ from leakgauge.audit.results import (
     Verdict,
     Worst,
 )
+from leakgauge.errors import PlanError
 from leakgauge.types import Metric
 
 EXIT: dict[Outcome, int] = {"below the limit": 0, "leaks": 1, "failed": 3, "inconclusive": 4}
@@ -59,6 +60,9 @@ MOST_RECORDS = 10**7  # beyond this many, no number of records is called enough
 
 def measurements(metrics: Mapping[str, Metric], limit: Limit) -> tuple[Measurement, ...]:
     """Metrics as a result tells them, with the limits of the plan."""
+    for name in ("pictures", "found", "labels", "identified"):
+        if name in metrics:
+            raise PlanError(f"a metric cannot be called {name!r}: choose another name")
     limits = {"psnr": limit.psnr} | limit.scores
     return tuple(
         Measurement(
@@ -199,7 +203,9 @@ def _kinds(rows: Sequence[tuple[Row, Measured]], shown: Collection[str]) -> dict
         leak = measured.leaks[kind]
         if leak.state != "leaks" and kind not in shown and leak.limit < 1:
             leak = replace(leak, state="no control", more=None)
-        gallery = round(1 / measured.identified) if kind == "found" else None
+        gallery = None
+        if kind == "found" and measured.identified:
+            gallery = round(1 / measured.identified)
         found[kind] = Decided(row.round, row.defence, row.attack, leak, gallery)
     return found
 
