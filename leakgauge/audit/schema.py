@@ -194,17 +194,25 @@ def _from_2(old: Table) -> Table:
 def _from_3(old: Table) -> Table:
     """Schema 3 kept what a trial found and its score in one table, and signs of the search among
     the attack's own facts and notes."""
-    plan = _table(_get(old, "result", "plan"), "result.plan")
+    plan = _rescaled(_table(_get(old, "result", "plan"), "result.plan"))
     trials = [
         _trial_from_3(_table(trial, f"result.trials[{i}]"), f"result.trials[{i}]")
         for i, trial in enumerate(_list(old, "result", "trials"))
     ]
     audit = _table(plan.get("audit", {}), "result.plan.audit")
     limit = _built(Limit, audit.get("limit", {}), "result.plan.audit.limit")
-    scores = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
+    scores: object = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
     names = dict.fromkeys(("psnr", *_table(scores, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
     return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
+
+
+def _rescaled(plan: Table) -> Table:
+    """Schema 3 normalised in the table of the training."""
+    federation = _table(plan.get("federation", {}), "result.plan.federation")
+    training = _table(federation.get("training", {}), "result.plan.federation.training")
+    scale = {key: training[key] for key in ("mean", "std") if key in training}
+    return plan | {"federation": federation | {"record": scale}}
 
 
 def _trial_from_3(old: Table, path: str) -> Table:

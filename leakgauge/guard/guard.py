@@ -407,7 +407,7 @@ class Guard:
             return tuple(
                 replace(d, threshold=self.policy.thresholds.get(d.test, d.threshold)) for d in found
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return (_broken(name, f"the test could not be made ({_words(error)})"),)
 
     def _history(self, missed: int) -> History | None:
@@ -481,7 +481,7 @@ def _broken(test: str, reason: str) -> Detection:
     return Detection(test, math.inf, 0.0, "reject", reason)
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     text = str(error).splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
