@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     "partitions": Kind(
         "how records are shared out among clients", ("leakgauge.fl.partition:PARTITIONS",)
     ),
-    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",)),
+    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",), "metric"),
     "labels": Kind("how an attack reads the labels", ("leakgauge.attacks._labels:RULES",)),
 }
 
@@ -104,7 +104,8 @@ def _offered(what: str) -> tuple[Entry, ...]:
         summary, problem, active = "", "", False
         try:
             item = outside.load(word, offer.spec, offer.name, ours)
-            summary = (inspect.getdoc(item) or "").partition("\n")[0]
+            about = item.score if word == "metric" else item
+            summary = (inspect.getdoc(about) or "").partition("\n")[0]
             active = hasattr(item, "tamper")
         except LeakGaugeError as error:
             problem = str(error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +23,14 @@ FACTS = "facts"  # the tensor that holds the facts, as the bytes of their JSON
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file in which a long preparation is kept now and then, and from which it goes on. `begin`
-    is called before anything is written."""
+    """A file in which a long preparation is kept now and then, and from which it goes on."""
 
     path: Path
     key: str
-    begin: Callable[[], None] = lambda: None
 
     def save(self, kept: Kept) -> None:
         facts = json.dumps({"key": self.key, "facts": dict(kept.facts)}).encode()
         text = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
-        self.begin()
         write_tensors(self.path, {**kept.tensors, FACTS: text})
 
     def load(self) -> Kept | None:

@@ -29,8 +29,9 @@ MUST_HAVE: dict[str, tuple[tuple[str, ...], ...]] = {
     "defence": (("on_batch", "on_gradient", "on_update"), ("announced",)),
     "detector": (("inspect",),),
     "restorer": (("restore",),),
+    "metric": (),
 }
-"""What a class of each kind has: of every group one name at least."""
+"""What a class of each kind has: of every group one name at least. A metric is a value."""
 
 
 @dataclass(frozen=True, order=True)
@@ -109,11 +110,25 @@ def find(what: str, name: str, ours: Mapping[str, Any], folder: Path | None = No
     return Method(key, load(what, spec, key, ours), spec, package)
 
 
+def unused(name: str, taken: Collection[str]) -> str:
+    """The name, with a number if it is taken: name-2, name-3, …"""
+    key, count = name, 1
+    while key in taken:
+        count += 1
+        key = f"{name}-{count}"
+    return key
+
+
 def load(what: str, spec: str, key: str, ours: Collection[str]) -> Any:
-    """The class that `module:NAME` names, if it is one of its kind."""
+    """The class (of a metric, the value) that `module:NAME` names, if it is one of its kind."""
     if ":" not in spec:
-        raise PlanError(f'{what} {key!r}: expected an entry point "module:Class", got {spec!r}')
-    item = imported(spec, what, "a class", lambda value: isinstance(value, type))
+        raise PlanError(f'{what} {key!r}: expected an entry point "module:NAME", got {spec!r}')
+    if what == "metric":
+        from leakgauge.types import Metric  # not for a mere list of names: it imports PyTorch
+
+        item = imported(spec, what, "a Metric", lambda value: isinstance(value, Metric))
+    else:
+        item = imported(spec, what, "a class", lambda value: isinstance(value, type))
     if key in ours:
         raise PlanError(f"{what} {spec!r}: {key!r} is a name of LeakGauge's own: choose another")
     if not re.fullmatch(r"[^\W_][\w-]{0,59}", key):
@@ -121,7 +136,7 @@ def load(what: str, spec: str, key: str, ours: Collection[str]) -> Any:
             f"{what} {spec!r}: {key!r} cannot name files: start with a letter, and use letters, "
             "digits, - and _, 60 at most"
         )
-    if not dataclasses.is_dataclass(item):
+    if what != "metric" and not dataclasses.is_dataclass(item):
         raise PlanError(
             f"{what} {spec!r} is no dataclass: write @dataclass(frozen=True) above the class; its "
             "fields are the options"

@@ -13,7 +13,8 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -25,7 +26,6 @@ from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Status, Times, Trial
-from leakgauge.audit.store import Store
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
@@ -60,20 +60,28 @@ def rng_of(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-class Bench:
-    """Runs cases of a plan one at a time and writes each trial."""
+@dataclass(frozen=True)
+class Done:
+    """A trial that has ended, and its pictures as PNG, by their paths below the audit's folder."""
 
-    def __init__(self, plan: Plan, store: Store):
-        self.plan, self.store = plan, store
+    trial: Trial
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Bench:
+    """Runs cases of a plan one at a time. It writes nothing but what a long preparation of an
+    attack keeps, in the folder `prepared`."""
+
+    def __init__(self, plan: Plan, prepared: Path, measures: Mapping[str, Scorer] | None = None):
+        self.plan, self.prepared = plan, prepared
         measurements(plan.metrics, plan.document.audit.limit)  # a metric's name may be refused
         # What a metric reads is read here, so that its absence is said at once.
-        self._measures = {name: metrics.loaded(one) for name, one in plan.metrics.items()}
+        self.measures = measures or {n: metrics.loaded(one) for n, one in plan.metrics.items()}
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
-    def run(self, case: Case, progress: Progress) -> Trial:
-        """One trial, from simulation to scores. It is on disk when this returns, unless it does
-        not apply: that is known again in a moment."""
+    def run(self, case: Case, progress: Progress) -> Done:
+        """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
 
         def took() -> Times:
@@ -84,17 +92,14 @@ class Bench:
         if not isinstance(attack, PreparedAttack):
             seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
-            found, score = self._attack(case, attack, round_, seen, progress)
+            found, score, pictures = self._attack(case, attack, round_, seen, progress)
             status: Status = "unscored" if score is None else "done"
-            trial = case.trial(self.plan, took(), status, found=found, score=score)
+            return Done(case.trial(self.plan, took(), status, found=found, score=score), pictures)
         except NotApplicable as reason:
-            trial = case.trial(self.plan, took(), "not applicable", str(reason))
+            return Done(case.trial(self.plan, took(), "not applicable", str(reason)))
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            trial = case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4))
-        if trial.status != "not applicable":
-            self.store.keep(trial)
-        return trial
+            return Done(case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4)))
 
     def _attack(
         self,
@@ -103,7 +108,7 @@ class Bench:
         round_: Exchange,
         seen: Observation | None,
         progress: Progress,
-    ) -> tuple[Found, Score | None]:
+    ) -> tuple[Found, Score | None, dict[str, bytes]]:
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         alone = case.attack.partition("+")[0]  # the same guess, restored or not
@@ -113,17 +118,17 @@ class Bench:
             seen = threat.observe(round_, who, kept=kept)
         guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
         found = found_by(guess, seen)
-        self.store.begin()
-        folder = self.store.images / case.id
         if not isinstance(round_, Round):
-            return replace(found, images=images.save(folder, None, guess.inputs, None)), None
+            paths, files = images.drawn(case.id, None, guess.inputs, None)
+            return replace(found, images=paths), None, files
         truth = threat.covered(round_, who)
         rng = rng_of(case.seed, "score")
-        score, paired = scored(self.plan, guess, truth, self._measures, rng, prior)
+        score, paired = scored(self.plan, guess, truth, self.measures, rng, prior)
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
-        pictures = images.save(folder, truth.inputs, paired, score.scores["psnr"])
-        return replace(found, images=pictures), replace(score, caveats=checks.caveats(found, score))
+        paths, files = images.drawn(case.id, truth.inputs, paired, score.scores["psnr"])
+        score = replace(score, caveats=checks.caveats(found, score))
+        return replace(found, images=paths), score, files
 
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
@@ -152,7 +157,7 @@ class Bench:
         victims = threat.victims(round_, case.threat(self.plan))
         aim = target(round_, self.plan.public, victims)
         key = key_of(attack, aim, rng)
-        place = Checkpoint(self.store.prepared / f"{key}.safetensors", key, self.store.begin)
+        place = Checkpoint(self.prepared / f"{key}.safetensors", key)
         made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
         if made.models:
             if not isinstance(round_, Round):

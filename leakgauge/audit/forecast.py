@@ -33,7 +33,6 @@ from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.store import Store
 from leakgauge.types import Attack, Iterative
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
@@ -134,7 +133,7 @@ class _Trying:
 
     def __init__(self, plan: Plan, folder: Path):
         self.plan = plan
-        self.bench = Bench(plan, Store(folder))
+        self.bench = Bench(plan, folder)
         self._reached: dict[str, float] = {}  # dB, the most that a timed trial of an attack had
 
     def climbers(self, asked: tuple[str, ...]) -> tuple[str, ...]:
@@ -195,7 +194,7 @@ class _Trying:
         """CPU seconds of one trial, whose round is played before."""
         self.bench.plan = replace(self.plan, attacks={**self.plan.attacks, case.attack: attack})
         self.bench.simulated(case)
-        trial = self.bench.run(case, lambda done, total, objective: None)
+        trial = self.bench.run(case, lambda done, total, objective: None).trial
         if trial.status == "not applicable":
             raise _Refused(trial.error)
         if trial.status == "failed":  # the audit will keep it, trial by trial

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from leakgauge import data, metrics, models, threat
+from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
@@ -32,7 +32,8 @@ from leakgauge.fl import PARTITIONS, Scenario
 from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
-from leakgauge.outside import Method, find, import_from, own_files
+from leakgauge.metrics import METRICS
+from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of
 from leakgauge.restore import RESTORERS
@@ -199,7 +200,10 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         raise PlanError(f"{name}.federation: key 'model' is missing")
     _check_actor(document.threat, federation)
     measured = dict.fromkeys(("psnr", *document.audit.metrics))
-    chosen = {key: metrics.choose(key) for key in measured}
+    scores = [find("metric", one, METRICS, folder) for one in measured]
+    chosen: dict[str, Metric] = {}
+    for one in scores:
+        chosen[unused(one.key, chosen)] = one.item
     restorers: dict[str, Restorer] = {}
     ours = ATTACKS | ACTIVE_ATTACKS
     attacks, outside = _each("attack", ours, document.attack, folder, restorers)
@@ -233,7 +237,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         asked=asked,
         metrics=chosen,
         restorers=restorers,
-        outside=(*outside, *others),
+        outside=(*outside, *others, *(one for one in scores if one.spec)),
     )
     if where is None:
         return plan
@@ -283,20 +287,11 @@ def _each(
             chosen = convert(chosen, str | dict[str, Any], f"{what} {name!r}: {RESTORE}")
             own, more = _name(chosen, "restorer")
             restorer = find("restorer", own, RESTORERS, folder)
-            key = _numbered(f"{key}+{restorer.key}", made)
+            key = unused(f"{key}+{restorer.key}", made)
             restorers[key] = restorer.make(more, f"restorer {own!r}")
             outside += [restorer] if restorer.spec else []
-        made[_numbered(key, made)] = found
+        made[unused(key, made)] = found
     return made, outside
-
-
-def _numbered(name: str, used: Collection[str]) -> str:
-    """The name, with a number if it is used already."""
-    key, count = name, 1
-    while key in used:
-        count += 1
-        key = f"{name}-{count}"
-    return key
 
 
 def _partition(value: str | Table) -> Partition:

@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from leakgauge.audit.results import Result, Trial
 from leakgauge.audit.schema import check_trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError, PlanError
-from leakgauge.files import read_plain, write_json
+from leakgauge.files import read_plain, write_atomic, write_json
 
 LOCK = ".lock"
 
@@ -38,10 +38,9 @@ LOCK = ".lock"
 class Store:
     """The folder of one audit."""
 
-    def __init__(self, out: Path, fingerprint: str = ""):
+    def __init__(self, out: Path):
         self.out = out
-        self._fingerprint = fingerprint  # of the plan whose trials these are
-        self.images = out / "images"
+        self._fingerprint = ""  # of the plan whose trials these are
         self.prepared = out / "prepared"
         self.result = out / "result.json"
         self._marker = out / "plan.json"
@@ -120,8 +119,11 @@ class Store:
             return None
         return loaded
 
-    def keep(self, trial: Trial) -> None:
+    def keep(self, trial: Trial, pictures: Iterable[tuple[str, bytes]] = ()) -> None:
+        """Write a trial after its pictures, which are named by their paths below the folder."""
         self.begin()
+        for name, content in pictures:
+            write_atomic(self.out / name, content)
         write_json(self._path(trial.id), plain(trial) | {"fingerprint": self._fingerprint})
 
     def finish(self, result: Result) -> None:

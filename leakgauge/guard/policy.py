@@ -43,7 +43,7 @@ from leakgauge.detectors import (
 )
 from leakgauge.errors import PlanError
 from leakgauge.files import write_atomic
-from leakgauge.outside import find
+from leakgauge.outside import find, unused
 from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import Detector, LocalTraining
 
@@ -124,11 +124,7 @@ class Policy:
             elif training.optimiser != "sgd" or training.weight_decay:
                 found["head_invariant"] = "local training is not SGD without weight decay"
         for test in self.detector:
-            name, count = type(test).__name__, 1
-            while name in found:
-                count += 1
-                name = f"{type(test).__name__}-{count}"
-            found[name] = test
+            found[unused(type(test).__name__, found)] = test
         return found
 
 

@@ -5,7 +5,6 @@ A metric is a function `(guess, truth) -> (N,)` with what a reader of its number
 summary can be trusted.
 """
 
-from leakgauge import config
 from leakgauge.metrics import assign, baselines, bootstrap
 from leakgauge.metrics.identify import reidentified
 from leakgauge.metrics.lpips import load_lpips
@@ -29,7 +28,6 @@ __all__ = [
     "assign",
     "baselines",
     "bootstrap",
-    "choose",
     "load_lpips",
     "loaded",
     "mse",
@@ -48,11 +46,6 @@ METRICS: dict[str, Metric] = {
     "psnr": Metric(psnr, "PSNR", "dB", limit=15.0, margin=3.0),
     "ssim": Metric(ssim, "SSIM"),
 }
-
-
-def choose(name: str) -> Metric:
-    """The metric that a plan calls by this name."""
-    return config.choose(METRICS, name, "metric")
 
 
 def loaded(metric: Metric) -> Scorer:
