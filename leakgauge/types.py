@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from leakgauge.papers import Paper
+
 Named: TypeAlias = dict[str, Tensor]
 """Tensors keyed by parameter name."""
 
@@ -337,3 +339,4 @@ class Metric:
     limit: float | None = None
     margin: float = 0.0
     loads: bool = False
+    papers: tuple[Paper, ...] = ()

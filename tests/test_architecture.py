@@ -18,7 +18,7 @@ FILES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-GROUND = {"_version", "errors", "types"}
+GROUND = {"_version", "errors", "papers", "types"}
 TOOLS = GROUND | {"config", "files", "outside", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
@@ -28,7 +28,8 @@ AUDIT = FEDERATION | METHODS | {"audit", "guard"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
-    "types": {"errors"},
+    "papers": set(),
+    "types": {"errors", "papers"},
     "config": GROUND,
     "files": GROUND,
     "outside": GROUND | {"config", "ranges"},

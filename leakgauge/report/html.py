@@ -28,7 +28,6 @@ from leakgauge.report import (
     figures,
     first_screen,
     pictures,
-    references,
     wording,
 )
 from leakgauge.report.contents import Images
@@ -93,7 +92,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         notes=contents.notes(result),
         limits=contents.limits(result, images),
         ledger=contents.ledger(result),
-        references=references.used(result),
+        references=result.references,
         annex=annex.annex(result, folder),
         plan=annex.plan_text(result.plan),
     )

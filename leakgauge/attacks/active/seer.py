@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from leakgauge.errors import CheckpointError, InputError, NotApplicable, PlanError, Withheld
 from leakgauge.files import read_tensors, write_tensors
 from leakgauge.fl.local import State, advance, decay, loss, minibatches, ready, start
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.tensors import parameters
 from leakgauge.types import (
@@ -59,6 +60,16 @@ from leakgauge.types import (
 FILE = "seer.safetensors"  # in the option `folder`
 
 
+PAPER = Paper(
+    "garov2024",
+    "Garov, Kostadin and Dimitrov, Dimitar I. and Jovanović, Nikola and Vechev, Martin",
+    "Hiding in Plain Sight: Disguising Data Stealing Attacks in Federated Learning",
+    2024,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2306.03013",
+)
+
+
 @dataclass(frozen=True)
 class Seer:
     """A trained model lets one record through (Garov 2024).
@@ -66,6 +77,7 @@ class Seer:
     `folder` keeps the training, every `every` steps, and continues what it finds there.
     """
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     steps: int = option(2500, count(10_000_000))
     lr: float = 1e-3
     side: int = option(8, count(1_024))
