@@ -344,9 +344,7 @@ def diff(
 @app.command()
 def cite(folder: Annotated[Path, typer.Argument(help="The folder of an audit.")]) -> None:
     """Print BibTeX for the methods an audit used."""
-    from leakgauge import report
-
-    print(report.references.bibtex(_result(folder)))
+    print("\n\n".join(paper.bibtex() for paper in _result(folder).references))
 
 
 def _result(path: Path) -> Result:

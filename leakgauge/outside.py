@@ -22,6 +22,7 @@ from typing import Any
 
 from leakgauge.config import build, did_you_mean, imported
 from leakgauge.errors import LeakGaugeError, PlanError
+from leakgauge.papers import Paper
 from leakgauge.ranges import check_numbers
 
 MUST_HAVE: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -141,6 +142,9 @@ def load(what: str, spec: str, key: str, ours: Collection[str]) -> Any:
             f"{what} {spec!r} is no dataclass: write @dataclass(frozen=True) above the class; its "
             "fields are the options"
         )
+    papers = getattr(item, "papers", ())
+    if not isinstance(papers, tuple) or not all(isinstance(one, Paper) for one in papers):
+        raise PlanError(f"{what} {spec!r}: its papers must be a tuple of leakgauge.papers.Paper")
     for names in MUST_HAVE[what]:
         if not any(hasattr(item, n) or n in item.__dataclass_fields__ for n in names):
             raise PlanError(

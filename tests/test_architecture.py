@@ -12,7 +12,7 @@ from sources import FILES, imports
 
 SOURCES = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
 
-GROUND = {"_version", "errors", "records", "types"}
+GROUND = {"_version", "errors", "papers", "records", "types"}
 TOOLS = GROUND | {"config", "files", "outside", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
@@ -22,8 +22,9 @@ AUDIT = FEDERATION | METHODS | {"audit", "exchanges", "guard", "kept"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
+    "papers": set(),
     "records": {"errors"},
-    "types": {"errors", "records"},
+    "types": {"errors", "papers", "records"},
     "config": GROUND,
     "files": GROUND,
     "outside": GROUND | {"config", "ranges"},

@@ -32,7 +32,6 @@ from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import simulate
-from leakgauge.report import references
 from leakgauge.types import Batch, Reconstruction
 
 
@@ -695,7 +694,7 @@ def test_the_exact_recursion_is_run_unasked_and_cited_and_has_no_control(tmp_pat
     assert ran == [("control", "analytic"), ("trial", "exact-recursion"), ("trial", "analytic")]
     assert [entry.attack for entry in result.control] == ["analytic"]
     assert min(result.trials[1].score.scores["psnr"]) > 80
-    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in references.used(result)}
+    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in result.references}
 
 
 def test_cases_of_one_round_stand_together():

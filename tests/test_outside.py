@@ -403,7 +403,7 @@ def test_lists_show_what_is_offered_and_what_is_broken(
     assert "has no reconstruct" in problems.pop("deaf")
     assert "SystemExit" in problems.pop("leaves")
     assert "cannot name files" in problems.pop("a/b")
-    assert "expected an entry point \"module:Class\", got 'theirs'" in problems.pop("plain")
+    assert "expected an entry point \"module:NAME\", got 'theirs'" in problems.pop("plain")
     assert "expected an entry point" in problems.pop("?")
     assert not problems
     assert [e.name for e in catalogue.entries("malicious-servers") if e.package] == ["changing"]

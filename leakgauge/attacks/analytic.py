@@ -26,15 +26,28 @@ from torch import Tensor
 
 from leakgauge.attacks._layers import first_linear, gradient_sum
 from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.records import Images, floats
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "phong2018",
+    "Phong, Le Trieu and Aono, Yoshinori and Hayashi, Takuya and Wang, Lihua and Moriai, Shiho",
+    "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption",
+    2018,
+    "IEEE Transactions on Information Forensics and Security",
+    "https://doi.org/10.1109/TIFS.2017.2787987",
+    kind="article",
+    fields=(("volume", "13"), ("number", "5"), ("pages", "1333--1345")),
+)
 
 
 @dataclass(frozen=True)
 class Analytic:
     """Reads single records off a linear layer (Phong 2018)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     tolerance: float = option(1e-3, POSITIVE)  # relative distance of two rows of one record
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 

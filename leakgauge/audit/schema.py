@@ -17,7 +17,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from leakgauge._version import __version__
-from leakgauge.audit.document import Limit, Table
+from leakgauge.audit import references
+from leakgauge.audit.document import Document, Limit, Table
 from leakgauge.audit.results import Explanation, Outcome, Result, Trial
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
@@ -204,7 +205,10 @@ def _from_3(old: Table) -> Table:
     scores: object = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
     names = dict.fromkeys(("psnr", *_table(scores, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
-    return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
+    document = _built(Document, plan, "result.plan")
+    papers = references.known(document, map(str, _list(old, "result", "references")))
+    new = {"schema": SCHEMA, "plan": plan, "trials": trials}
+    return old | new | {"metrics": plain(metrics), "references": plain(papers)}
 
 
 def _rescaled(plan: Table) -> Table:

@@ -5,7 +5,7 @@ A metric is a function `(guess, truth) -> (N,)` with what a reader of its number
 summary can be trusted.
 """
 
-from leakgauge.metrics import assign, baselines, bootstrap
+from leakgauge.metrics import assign, baselines, bootstrap, lpips
 from leakgauge.metrics.identify import reidentified
 from leakgauge.metrics.lpips import load_lpips
 from leakgauge.metrics.pixels import (
@@ -17,6 +17,7 @@ from leakgauge.metrics.pixels import (
     psnr,
 )
 from leakgauge.metrics.risk import Risk, risk
+from leakgauge.metrics.ssim import PAPER as SSIM
 from leakgauge.metrics.ssim import ssim
 from leakgauge.types import Metric, Scorer
 
@@ -41,10 +42,10 @@ __all__ = [
 
 METRICS: dict[str, Metric] = {
     "affine-psnr": Metric(affine_psnr, "affine PSNR", "dB"),
-    "lpips": Metric(load_lpips, "LPIPS", better="lower", loads=True),
+    "lpips": Metric(load_lpips, "LPIPS", better="lower", loads=True, papers=(lpips.PAPER,)),
     "mse": Metric(mse, "MSE", better="lower"),
     "psnr": Metric(psnr, "PSNR", "dB", limit=15.0, margin=3.0),
-    "ssim": Metric(ssim, "SSIM"),
+    "ssim": Metric(ssim, "SSIM", papers=(SSIM,)),
 }
 
 

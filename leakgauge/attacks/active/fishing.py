@@ -43,6 +43,7 @@ from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import minibatches, ready
+from leakgauge.papers import Paper
 from leakgauge.ranges import FINITE, FROM_0, POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
@@ -56,11 +57,21 @@ from leakgauge.types import (
     Target,
 )
 
+PAPER = Paper(
+    "wen2022",
+    "Wen, Yuxin and Geiping, Jonas and Fowl, Liam and Goldblum, Micah and Goldstein, Tom",
+    "Fishing for User Data in Large-Batch Federated Learning via Gradient Magnification",
+    2022,
+    "International Conference on Machine Learning",
+    "https://arxiv.org/abs/2202.00580",
+)
+
 
 @dataclass(frozen=True)
 class Fishing:
     """One record's gradient drowns all others (Wen 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     by: Literal["class", "feature"] = "class"
     label: int = option(0, count(1_000_000, 0))  # the class c
     bias: float = option(1000.0, FROM_0)  # β
