@@ -260,7 +260,8 @@ class Received:
 @dataclass(frozen=True)
 class Detection:
     """One test of a received model. It fires unless `score <= threshold` (so NaN fires); `means`
-    says what that stands for. `tensor` is the worst one, `reason` one sentence for an operator."""
+    says what that stands for. `tensor` is the worst one, `reason` one sentence for an operator;
+    `unit` says what a score counts that counts parts of the records."""
 
     test: str
     score: float
@@ -268,6 +269,7 @@ class Detection:
     means: Literal["reject", "exposed", "report"]
     reason: str
     tensor: str | None = None
+    unit: Literal["images", "tokens"] = "images"
 
 
 class Detector(Protocol):

@@ -154,7 +154,8 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weight(0.5) == coarse_to_fine.tv_weight(8)
     assert guess.history == first["guess"].history + second["guess"].history
     assert torch.equal(guess.inputs, second["guess"].inputs)
-    assert guess.facts["iterations"] == 50
+    assert guess.iterations == 50
+    assert guess.objectives == first["guess"].objectives
 
 
 def test_the_coarse_stage_can_be_run_alone() -> None:
@@ -164,7 +165,7 @@ def test_the_coarse_stage_can_be_run_alone() -> None:
     alone = CoarseToFine(iterations=20, coarse=1.0).reconstruct(seen, seeded(3))
     assert both.history[:20] == alone.history
     assert both.facts["coarse_iterations"] == 20
-    assert both.facts["coarse_objective"] == alone.facts["objectives"][0]
+    assert both.facts["coarse_objective"] == alone.objectives[0]
     assert both.facts["coarse_distance"] == alone.residual
     assert not torch.equal(both.inputs, alone.inputs)
 

@@ -116,7 +116,7 @@ def planned(clock: Clock, attacks: dict[str, Any], **tables: Any) -> Plan:
 
 
 def spent(result: dict[str, Any]) -> float:
-    return float(result["times"]["cpu_seconds"])
+    return float(result.times.cpu_seconds)
 
 
 HARD = {"training": {"batch_size": 4, "steps": 3, "momentum": 0.5}}
@@ -196,7 +196,7 @@ def test_an_attack_that_is_exact_on_the_twin_is_the_one_that_climbs(
     plan = planned(clock, attacks, federation=HARD | {"model": {"name": "mlp", "hidden": [64]}})
     found = forecast(plan)
     result = run(plan, Store(tmp_path))
-    assert result["explanation"]["attack"] == "exact"
+    assert result.explanation.attack == "exact"
     assert found.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
 
 
@@ -232,8 +232,8 @@ def test_a_watcher_hears_of_the_calibration(tmp_path: Path, clock: Clock) -> Non
     plan = planned(clock, {"whole": Whole(clock)}, audit={"control": False})
     result = run(plan, Store(tmp_path), calibrate=True, watch=watch)
     assert heard == ["whole", 3]
-    assert result["times"]["forecast"]["low"] == pytest.approx(0.75 * 21)
-    assert result["times"]["forecast"]["error"] == pytest.approx(0)
+    assert result.times.forecast.low == pytest.approx(0.75 * 21)
+    assert result.times.forecast.error == pytest.approx(0)
 
 
 # ---------------------------------------------------------------- budget
@@ -245,6 +245,6 @@ def test_a_trial_starts_only_if_its_like_would_end_in_time(
 ) -> None:
     plan = planned(clock, {"whole": Whole(clock)}, audit={"control": False})
     result = run(plan, Store(tmp_path), budget=budget)
-    assert [trial["seed"] for trial in result["trials"]] == list(range(done))
+    assert [trial.seed for trial in result.trials] == list(range(done))
     assert clock.now == 7 * done
-    assert len(result["not_run"]) == 3 - done
+    assert len(result.not_run) == 3 - done

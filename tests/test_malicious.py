@@ -198,29 +198,40 @@ PLAN: dict[str, Any] = {
 }
 
 
+def test_each_trial_observes_its_round_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = []
+    observe = threat.observe
+    monkeypatch.setattr(threat, "observe", lambda *a: observed.append(a[0].secret) or observe(*a))
+    result = run(parse(PLAN, "malicious", Path.cwd()), Store(tmp_path))
+    assert [trial.status for trial in result.trials] == ["done"] * 4
+    assert sorted(secret is None for secret in observed) == [False, False, True, True]
+
+
 def audited(plan: dict[str, Any], out: Path) -> dict[str, Any]:
     result = run(parse(plan, "malicious", Path.cwd()), Store(out))
-    return {trial["attack"]: trial for trial in result["trials"] if trial["seed"] == 0} | {
-        "threat": result["threat"]
+    return {trial.attack: trial for trial in result.trials if trial.seed == 0} | {
+        "threat": result.threat
     }
 
 
 def test_an_audit_runs_an_attack_that_changes_the_model(tmp_path: Path) -> None:
     found = audited(PLAN, tmp_path)
-    assert found["threat"]["malicious"] is True
-    assert found["threat"]["realism"] == "active"
-    assert "public" in found["threat"]["holds"]
-    assert found["threat"]["knowledge"]["public"]
-    tags = {name: found[name]["realism"] for name in ("robbing-the-fed", "analytic")}
+    assert found["threat"].malicious is True
+    assert found["threat"].realism == "active"
+    assert "public" in found["threat"].holds
+    assert found["threat"].knowledge["public"]
+    tags = {name: found[name].realism for name in ("robbing-the-fed", "analytic")}
     assert tags == {"robbing-the-fed": "active", "analytic": "realistic"}
     trial = found["robbing-the-fed"]
-    assert trial["status"] == "done", trial["error"]
-    assert sum(score > 40 for score in trial["scores"]["psnr"]) >= 5
-    assert trial["facts"]["guard"] == "REJECT"
-    assert any("says REJECT (duplicate-rows" in note for note in trial["notes"])
-    assert "guard" not in found["analytic"]["facts"]
+    assert trial.status == "done", trial.error
+    assert sum(score > 40 for score in trial.score.scores["psnr"]) >= 5
+    assert trial.found.guard == "REJECT"
+    assert any("says REJECT (duplicate-rows" in note for note in trial.found.notes)
+    assert found["analytic"].found.guard is None
     honest = audited(PLAN | {"attack": [{"name": "analytic"}]}, tmp_path / "honest")
-    assert found["analytic"]["scores"] == honest["analytic"]["scores"]
+    assert found["analytic"].score.scores == honest["analytic"].score.scores
 
 
 @dataclass(frozen=True)
@@ -266,8 +277,8 @@ def witnessed(
     attack = Witness()
     plan = replace(plan, attacks={"loki": attack}, defences={"none": defence})
     result = run(plan, Store(out))
-    [trial] = result["trials"]
-    assert trial["status"] == "done", trial["error"]
+    [trial] = result.trials
+    assert trial.status == "done", trial.error
     given, seen = attack.told
     return given, seen, trial
 
@@ -295,7 +306,7 @@ def test_a_malicious_server_meets_its_own_victim(
 
     monkeypatch.setattr(Guard, "check", watched)
     given, seen, trial = witnessed(tmp_path, {"client": victim})
-    assert given.records == seen.records == trial["records"]
+    assert given.records == seen.records == trial.score.records
     sizes = {
         k: witnessed(tmp_path / str(k), {"client": k})[0].records for k in range(3) if k != victim
     }
@@ -311,13 +322,13 @@ def test_loki_through_an_aggregate_reads_the_clients_of_an_uneven_federation(
     tmp_path: Path,
 ) -> None:
     given, seen, trial = witnessed(tmp_path, {"actor": "aggregate"})
-    assert given.records == seen.records == trial["records"] == 15
+    assert given.records == seen.records == trial.score.records == 15
     assert given.training == seen.training
 
 
 def test_the_same_seed_gives_the_same_trial(tmp_path: Path) -> None:
     first, second = (audited(PLAN, tmp_path / name)["robbing-the-fed"] for name in "ab")
-    assert first["scores"] == second["scores"]
+    assert first.score.scores == second.score.scores
 
 
 def test_the_forecast_shortens_a_training_and_leaves_its_folder_alone() -> None:

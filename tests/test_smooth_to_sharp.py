@@ -85,10 +85,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, A
             kept.append({"distance": distance, **options})
             n = options["iterations"]
             images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
-            facts = {"iterations": n, "objectives": [1.0 * len(kept)], "derivative": "none"}
             return Reconstruction(
                 images, options["labels"], residual / len(kept), (2.0,) * n, (1.0,) * n,
-                (f"note {len(kept)}",), facts,
+                iterations=n, objectives=(1.0 * len(kept),), differed=0.5,
+                stopped="patience" if len(kept) == 1 else "done",
+                notes=(f"note {len(kept)}",),
             )  # fmt: skip
 
         monkeypatch.setattr(smooth_to_sharp, "match", recorder)
@@ -137,7 +138,8 @@ def test_far_from_it_the_last_stage_is_first_order(calls: Any) -> None:
 def test_a_run_tells_of_all_stages(calls: Any) -> None:
     calls(0.6)
     guess = run(SmoothToSharp(iterations=60))
-    assert len(guess.history) == len(guess.distances) == guess.facts["iterations"] == 60
+    assert len(guess.history) == len(guess.distances) == guess.iterations == 60
+    assert (guess.objectives, guess.stopped, guess.differed) == ((1.0,), "patience", 0.5)
     assert guess.notes == ("note 1", "note 2", "note 3")
     assert guess.facts["search_iterations"] == 50
     assert guess.facts["search_distance"] == pytest.approx(0.3)

@@ -12,10 +12,13 @@ import sys
 import pytest
 
 from leakgauge.audit import Store
+from leakgauge.audit.document import Document, Federation
+from leakgauge.audit.results import Times, Trial
+from leakgauge.config import plain
 from leakgauge.errors import PlanError
 from leakgauge.files import write_atomic, write_json
 
-PLAN = {"federation": {"model": "mlp"}}
+PLAN = Document(Federation("mlp", "digits"), ({"name": "analytic"},))
 
 
 def tree(folder):
@@ -26,13 +29,16 @@ def tree(folder):
     }
 
 
-def trial(id_="one", **more):
+def trial(id_="one"):
     """A trial that a folder may hold."""
-    return {
-        "id": id_, "kind": "trial", "round": 0, "defence": "none", "attack": "analytic", "seed": 0,
-        "realism": "realistic", "status": "failed", "error": "it broke",
-        "times": {"wall_seconds": 1.0, "cpu_seconds": 1.0},
-    } | more  # fmt: skip
+    return Trial(
+        id_, "trial", 0, "none", "analytic", 0, "realistic", "failed", "it broke", Times(1.0, 1.0)
+    )
+
+
+def written(id_="one", **more):
+    """It as a file holds it."""
+    return json.dumps(plain(trial(id_)) | more)
 
 
 def opened(out, fingerprint="f", *, resume=False, overwrite=False):
@@ -45,7 +51,7 @@ def opened(out, fingerprint="f", *, resume=False, overwrite=False):
 def audited(tmp_path):
     """The folder of an audit with one trial, an image and a result."""
     store = opened(tmp_path / "out")
-    store.keep("one", {"status": "done"})
+    store.keep(trial())
     write_atomic(store.images / "one" / "sheet.png", b"png")
     write_json(store.result, {"schema": 1})
     return store.out
@@ -129,18 +135,18 @@ def test_json_without_a_meaning_is_refused_and_not_written(tmp_path):
 def test_nothing_is_written_before_the_first_trial(tmp_path):
     store = opened(tmp_path / "out")
     assert tree(tmp_path) == {}
-    store.keep("one", {"status": "done"})
+    store.keep(trial())
     assert sorted(tree(tmp_path / "out")) == ["plan.json", "trials", "trials/one.json"]
     assert json.loads((tmp_path / "out" / "plan.json").read_text()) == {
         "fingerprint": "f",
-        "plan": PLAN,
+        "plan": plain(PLAN),
     }
 
 
 def test_a_trial_is_read_back(tmp_path):
-    opened(tmp_path).keep("one", trial(more=[1.5]))
+    opened(tmp_path).keep(trial())
     again, said = opened(tmp_path, resume=True), []
-    assert again.done("one", said.append) == trial(more=[1.5])
+    assert again.done("one", said.append) == trial()
     assert again.done("two", said.append) is None
     assert said == []
 
@@ -152,15 +158,17 @@ def test_a_trial_is_read_back(tmp_path):
         ("[" * 10**5, "recursion"),
         (b"\xff", "codec can't decode"),
         ("[]", "expected a table"),
-        (json.dumps(trial("two")), "id: expected one of 'one', got \"two\""),
-        (json.dumps(trial(status="well")), "status: expected one of"),
-        (json.dumps(trial(status="done")), "records: expected, but it is missing"),
-        (json.dumps(trial(fingerprint="g")), "it is of another plan"),
-        (json.dumps(trial()), "it is of another plan"),
+        (written("two"), "trial.id: expected 'one', got 'two'"),
+        (written(status="well"), "trial.status: 'well' is not a choice"),
+        (written(status="done"), "trial: found: expected a table where status is 'done'"),
+        (written(seed=[0]), "trial.seed: expected a whole number"),
+        (written(error="\ud800"), "trial.error: expected text"),
+        (written(fingerprint="g"), "it is of another plan"),
+        (written(), "it is of another plan"),
     ],
 )
 def test_what_is_not_surely_a_trial_of_this_plan_is_said_and_not_used(tmp_path, content, words):
-    opened(tmp_path).keep("one", trial())
+    opened(tmp_path).keep(trial())
     path, said = tmp_path / "trials" / "one.json", []
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert opened(tmp_path, resume=True).done("one", said.append) is None
@@ -171,7 +179,7 @@ def test_what_is_not_surely_a_trial_of_this_plan_is_said_and_not_used(tmp_path, 
 
 def test_a_trial_that_never_ends_is_not_read(tmp_path):
     store, said = opened(tmp_path), []
-    store.keep("one", trial())
+    store.keep(trial())
     (tmp_path / "trials" / "one.json").unlink()
     os.mkfifo(tmp_path / "trials" / "one.json")
     assert opened(tmp_path, resume=True).done("one", said.append) is None
@@ -217,7 +225,7 @@ def test_a_lock_leaves_nothing_unless_something_was_written(tmp_path):
     assert tree(tmp_path) == {}
     store = opened(out)
     with store.locked():
-        store.keep("one", trial())
+        store.keep(trial())
     assert sorted(tree(out)) == ["plan.json", "trials", "trials/one.json"]
 
 
@@ -236,11 +244,11 @@ def test_overwrite_replaces_the_audit_with_its_first_trial_and_not_before(audite
     store = opened(audited, "g", overwrite=True)
     assert store.done("one") is None  # though its file is still there
     assert tree(audited) == before
-    store.keep("two", trial("two"))
+    store.keep(trial("two"))
     after = tree(audited)
     assert sorted(after) == ["notes.txt", "plan.json", "trials", "trials/two.json"]
     assert json.loads(after["plan.json"])["fingerprint"] == "g"
-    store.keep("three", {"status": "done"})
+    store.keep(trial("three"))
     assert store.done("two") == trial("two")
 
 
@@ -267,7 +275,7 @@ def test_a_folder_that_is_not_surely_an_audit_is_refused(tmp_path, flags, files)
 
 
 def test_an_empty_folder_will_do(tmp_path):
-    opened(tmp_path).keep("one", {})
+    opened(tmp_path).keep(trial())
     assert (tmp_path / "trials" / "one.json").exists()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from leakgauge.audit import Store, parse, read, run
 from leakgauge.audit.workers import Workers, next_of
+from leakgauge.config import plain
 from leakgauge.errors import InputError, PlanError
 
 KILLED = (2, 1, 2, 1, 2)  # the jobs of each run that is killed
@@ -153,6 +154,7 @@ def test_cases_of_one_round_go_to_the_worker_that_played_it(
 
 
 def without_times(value: Any) -> Any:
+    value = plain(value)
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key != "times"}
     return [without_times(item) for item in value] if isinstance(value, list) else value

@@ -82,9 +82,9 @@ class Bench:
             seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
             found, score = self._attack(case, attack, round_, seen, progress)
-            trial = case.trial(self.plan, took(), "done", found=found, score=score)
+            trial = case.trial(self.plan)("done", None, took(), found=found, score=score)
         except NotApplicable as reason:
-            trial = case.trial(self.plan, took(), "not applicable", str(reason))
+            trial = case.trial(self.plan)("not applicable", str(reason), took())
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
             trial = case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4))

@@ -20,8 +20,10 @@ State: TypeAlias = Literal["leaks", "below", "undecided", "no control"]
 Scores: TypeAlias = dict[str, tuple[float, ...]]
 """By metric, one number per record."""
 
-RESERVED = ("pictures", "found", "labels", "identified")
-"""Kinds of leak and scores that are no metric's."""
+
+def _share(key: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{key}: expected a share between 0 and 1, got {value}")
 
 
 # What one trial measured
@@ -89,6 +91,10 @@ class LabelScore:
     random: float
     class_prior: float
 
+    def __post_init__(self) -> None:
+        for key in ("accuracy", "random", "class_prior"):
+            _share(key, getattr(self, key))
+
 
 @dataclass(frozen=True)
 class Score:
@@ -103,6 +109,10 @@ class Score:
     caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.records < 1:
+            raise ValueError(f"records: expected at least 1, got {self.records}")
+        for share in (self.identified, *self.scores.get("identified", ())):
+            _share("identified", share)
         tables = {name: getattr(self, name) for name in ("scores", "mean_image", "random_image")}
         for where, table in tables.items():
             for metric, values in table.items():
@@ -309,10 +319,6 @@ class Measurement:
     better: Literal["higher", "lower"]
     limit: float | None = None
     margin: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.name in RESERVED:
-            raise ValueError(f"a metric cannot be called {self.name!r}: choose another name")
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from leakgauge.audit.results import (
     Verdict,
     Worst,
 )
+from leakgauge.errors import PlanError
 from leakgauge.types import Metric
 
 EXIT: dict[Outcome, int] = {"below the limit": 0, "leaks": 1, "failed": 3, "inconclusive": 4}
@@ -59,6 +60,9 @@ MOST_RECORDS = 10**7  # beyond this many, no number of records is called enough
 
 def measurements(metrics: Mapping[str, Metric], limit: Limit) -> tuple[Measurement, ...]:
     """Metrics as a result tells them, with the limits of the plan."""
+    for name in ("pictures", "found", "labels", "identified"):
+        if name in metrics:
+            raise PlanError(f"a metric cannot be called {name!r}: choose another name")
     limits = {"psnr": limit.psnr} | limit.scores
     return tuple(
         Measurement(
@@ -145,10 +149,10 @@ def judge(result: Result) -> Verdict:
     failed = [trial for trial in trials if trial.status == "failed"]
     rows = _judged(summary)
     kinds = _kinds(rows, shown)
-    defences = tuple(
-        _defended(defence, [pair for pair in rows if pair[0].defence == defence], shown)
-        for defence in dict.fromkeys(row.defence for row in summary)
-    )
+    defences = []
+    for defence in dict.fromkeys(row.defence for row in summary):  # each by itself
+        alone = _kinds([pair for pair in rows if pair[0].defence == defence], shown)
+        defences.append(Defended(defence, _outcome(alone), alone))
     outcome = _outcome(kinds)
     if outcome == "below the limit" and (result.not_run or any(row.unscored for row in summary)):
         outcome = "inconclusive"  # what was left out might have leaked
@@ -167,7 +171,7 @@ def judge(result: Result) -> Verdict:
         limit=limit,
         records=records,
         kinds=kinds,
-        defences=defences,
+        defences=tuple(defences),
         worst=_worst(*worst) if worst else None,
     )
 
@@ -199,7 +203,9 @@ def _kinds(rows: Sequence[tuple[Row, Measured]], shown: Collection[str]) -> dict
         leak = measured.leaks[kind]
         if leak.state != "leaks" and kind not in shown and leak.limit < 1:
             leak = replace(leak, state="no control", more=None)
-        gallery = round(1 / measured.identified) if kind == "found" else None
+        gallery = None
+        if kind == "found" and measured.identified:
+            gallery = round(1 / measured.identified)
         found[kind] = Decided(row.round, row.defence, row.attack, leak, gallery)
     return found
 
@@ -209,14 +215,6 @@ def _outcome(kinds: Mapping[str, Decided]) -> Outcome:
     if "leaks" in states:
         return "leaks"
     return "below the limit" if states == {"below"} else "inconclusive"
-
-
-def _defended(
-    defence: str, rows: Sequence[tuple[Row, Measured]], shown: Collection[str]
-) -> Defended:
-    """The verdict on one defence alone."""
-    kinds = _kinds(rows, shown)
-    return Defended(defence, _outcome(kinds), kinds)
 
 
 def _records(trials: Iterable[Trial]) -> int:

@@ -124,7 +124,9 @@ class Probe:
             "read exactly off one step's update"
         )
         score = leak.share if leak.unit == "tokens" else leak.count / min(leak.total, CROWD)
-        return (Detection("isolation", score, self.isolation, means, reason, leak.tensor),)
+        return (
+            Detection("isolation", score, self.isolation, means, reason, leak.tensor, leak.unit),
+        )
 
     def _bins(
         self, passed: Passed, received: Received, batch: Batch, rng: torch.Generator

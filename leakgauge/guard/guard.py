@@ -501,7 +501,7 @@ def _exposure(found: tuple[Detection, ...], records: int) -> str | None:
                     "the probe found no single record in the update; that is no proof that none "
                     "can be read from it"
                 )
-            if "tokens" in one.reason:
+            if one.unit == "tokens":
                 return (
                     f"about {one.score:.0%} of the positions (tokens, patches) of your records "
                     "could be read exactly"
