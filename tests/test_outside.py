@@ -23,6 +23,7 @@ from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError, Withheld
 from leakgauge.guard import Guard, Policy
 from leakgauge.guard import policy as policies
+from leakgauge.records import AS_THEY_ARE
 from leakgauge.types import Batch, LocalTraining
 
 ATTACK = '''
@@ -47,7 +48,7 @@ class Grey:
     needs: ClassVar = frozenset({"records"})
 
     def reconstruct(self, seen, rng, resources=None):
-        shape = (seen.records, *seen.shape)
+        shape = (seen.records, *seen.record.shape)
         return Reconstruction(torch.full(shape, self.value), None, residual=0.0)
 
 
@@ -55,7 +56,9 @@ class Grey:
 class Changing(Grey):
     """Changes the model."""
 
-    def tamper(self, target, rng, resources=None):
+    manipulates: ClassVar = True
+
+    def prepare(self, target, rng, resources=None):
         raise NotImplementedError
 
 
@@ -141,7 +144,10 @@ from dataclasses import dataclass
 class Half:
     """Halves the update."""
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         return {name: value / 2 for name, value in update.items()}
 
 
@@ -370,7 +376,7 @@ def test_an_offered_method_is_used_by_its_name(folder: Path) -> None:
         folder / "elsewhere", [{"name": "grey", "value": 0.5}], defence=[{"name": "half"}]
     )
     assert plan.attacks["grey"].value == 0.5
-    assert plan.defences["half"].on_update({"w": torch.ones(1)}, None)["w"] == 0.5
+    assert plan.defences["half"].on_update({"w": torch.ones(1)}, None, None)["w"] == 0.5
     assert type(planned(folder, [{"name": "dlg"}]).attacks["dlg"]).__module__ == (
         "leakgauge.attacks.dlg"
     )
@@ -455,8 +461,8 @@ def test_a_policy_names_a_detector_of_the_operators_own(folder: Path) -> None:
     strict = policies.read(path).policy
     assert decided(strict).decision == "REJECT"
     assert "a weight is large" in str(decided(strict))
-    training = LocalTraining()
-    assert policies.digest(strict, training) != policies.digest(lax, training)
+    training, scale = LocalTraining(), AS_THEY_ARE
+    assert policies.digest(strict, training, scale) != policies.digest(lax, training, scale)
     policies.write(folder / "again.toml", policies.Settings(strict), [])
     assert policies.read(folder / "again.toml").policy == strict
     path.write_text(base + base[base.index("[[") :])
