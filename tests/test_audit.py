@@ -32,7 +32,6 @@ from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import simulate
-from leakgauge.report import references
 from leakgauge.types import Batch, Reconstruction
 
 
@@ -695,7 +694,7 @@ def test_the_exact_recursion_is_run_unasked_and_cited_and_has_no_control(tmp_pat
     assert ran == [("control", "analytic"), ("trial", "exact-recursion"), ("trial", "analytic")]
     assert [entry.attack for entry in result.control] == ["analytic"]
     assert min(result.trials[1].score.scores["psnr"]) > 80
-    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in references.used(result)}
+    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in result.references}
 
 
 def test_cases_of_one_round_stand_together():
@@ -762,9 +761,9 @@ def test_the_sheet_has_truths_above_guesses():
     assert page.height > 1.9 * one_row.height
 
 
-def test_a_large_batch_shows_its_first_images_only(tmp_path):
+def test_a_large_batch_shows_its_first_images_only():
     many = torch.zeros(images.LIMIT + 3, 1, 2, 2)
-    paths = images.save(tmp_path / "images" / "one", many, many, None)
+    paths, drawn = images.drawn("one", many, many, None)
     assert len(paths.truths) == len(paths.guesses) == images.LIMIT
     assert paths.sheet == "images/one/sheet.png"
-    assert len(list((tmp_path / "images" / "one").iterdir())) == 2 * images.LIMIT + 1
+    assert set(drawn) == {paths.sheet, *paths.truths, *paths.guesses}

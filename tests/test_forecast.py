@@ -57,6 +57,9 @@ class Search:
     value: float = 0.5
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
+    def shortened(self, iterations: int, restarts: int) -> Search:
+        return replace(self, iterations=iterations, restarts=restarts)
+
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:

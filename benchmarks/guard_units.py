@@ -1,233 +1,51 @@
-"""Does the guard hold? Honest federations and every active attack, through the guard itself.
-
-A *unit* of work is one federation: four clients, each with a guard and a store of its own, and
-honest rounds in which every client checks the model, trains, and remembers. Where the unit says so,
-each attack is also sent: to clients without a memory before the first round, and to clients that
-remember honest rounds after the last. Other units measure the cost of a check beside a local epoch,
-and set the guard's self-audit beside what the attacks recover. The last send models of a server
-that has studied the guard, and count what it reads, also off an update with noise.
-
-A finished unit is one line of OUT/records.jsonl; units that have a line are not run again.
-"""
+"""One unit of the guard's evaluation: a federation, what attacks recover, what a server reads that
+has studied the guard, or what a check costs. Each is one function, which returns its record."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from guard_cases import (
+    HOSTS,
+    OPTIMISERS,
+    PARTITIONS,
+    POLICIES,
+    VARIANTS,
+    Data,
+    Federation,
+    Variant,
+    part,
+)
+from guard_studied import STUDIED, Host, Studied
 from torch import Tensor, nn
 
-from leakgauge import data as datasets
-from leakgauge import metrics, models, threat
-from leakgauge._version import __version__
+from leakgauge import metrics, threat
 from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.config import build, choose
 from leakgauge.defences import ClipAndNoise
-from leakgauge.detectors import WarmUp, fires
+from leakgauge.detectors import fires
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, aggregate, simulate, tampered, target
 from leakgauge.fl.local import train, unnormalised
-from leakgauge.fl.partition import Dirichlet, Iid, LabelSkew, Partition
-from leakgauge.guard import findings
-from leakgauge.guard.guard import Guard, Verdict
-from leakgauge.guard.policy import Policy
-from leakgauge.guard.studied import STUDIED, Host, Studied
-from leakgauge.tensors import norm, parameters, subtract, weighted_mean
+from leakgauge.guard import Guard, Policy, Verdict
+from leakgauge.tensors import norm, parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining, Target, ThreatModel
 
-PROBED = 64  # records of which the attacks' recoveries are counted
 CLIENTS = 4
+PROBED = 64  # records of which the attacks' recoveries are counted
 EPOCH = 2000  # records of the local epoch that a check is compared with
 RECOVERED = 50.0  # dB: an image that was read exactly
 SEEN = 20.0  # dB: an image that can be recognised
 NOISE = 0.1  # the norm of the noise on a studied update, over the update's own
 Make = Callable[[], nn.Module]
-Unit = Callable[[], dict[str, Any]]
-
-
-# --- what is evaluated ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Data:
-    """Images of the clients, and public ones that are no client's."""
-
-    private: Dataset
-    public: Dataset
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.private.inputs.shape[1:]
-        return channels, height, width
-
-
-def load_data(quick: bool) -> Data:
-    """CIFAR-10 where LEAKGAUGE_DATA is set; else the built-in photographs, every third public."""
-    if os.environ.get("LEAKGAUGE_DATA") and not quick:
-        test = datasets.load("cifar10", split="test")
-        return Data(datasets.load("cifar10", split="train"), _part(test, torch.arange(6000)))
-    whole = datasets.load("photos", size=16 if quick else 32, per_photo=200)
-    third = torch.arange(len(whole)) % 3 == 0
-    return Data(_part(whole, (~third).nonzero()[:, 0]), _part(whole, third.nonzero()[:, 0]))
-
-
-def _part(whole: Dataset, index: Tensor) -> Dataset:
-    return Dataset(whole.name, whole.inputs[index], whole.labels[index], whole.classes)
-
-
-def strided(shape: tuple[int, int, int], classes: int, channels: int = 8) -> nn.Module:
-    """Three strided convolutions with batch norm: small enough to train SEER on."""
-    layers: list[nn.Module] = []
-    inputs = shape[0]
-    for outputs in (channels, 2 * channels, 4 * channels):
-        layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.BatchNorm2d(outputs)]
-        layers += [nn.ReLU()]
-        inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-
-
-def _named(name: str, shape: tuple[int, int, int], classes: int, **options: Any) -> nn.Module:
-    """A network of `models`, with weights that depend on torch's global generator."""
-    rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-    return models.make(name, shape=shape, classes=classes, rng=rng, **options)
-
-
-HOSTS: dict[str, Callable[..., nn.Module]] = {
-    "mlp": partial(_named, "mlp", hidden=[512, 256]),
-    "cnn": partial(_named, "cnn"),
-    "resnet-bn": partial(_named, "resnet-10", width=0.25),
-    "resnet-gn": partial(_named, "resnet-10", width=0.25, norm="group"),
-    "vit": partial(_named, "vit-small", dim=64, depth=3, heads=4),
-    "strided": strided,
-}
-OPTIMISERS: dict[str, dict[str, Any]] = {
-    "sgd": {"lr": 0.05},
-    "momentum": {"lr": 0.02, "momentum": 0.9},
-    "adam": {"lr": 1e-3, "optimiser": "adam", "weight_decay": 1e-4},
-}
-PARTITIONS: dict[str, Partition] = {
-    "iid": Iid(),
-    "dirichlet": Dirichlet(0.5),
-    "label-skew": LabelSkew(2),
-}
-Start = Literal["fresh", "pretrained", "zero-head"]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """An attack with its options, and the networks it is sent to."""
-
-    attack: str
-    hosts: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        chosen = ", ".join(f"{key} {value}" for key, value in self.options.items())
-        return f"{self.attack} ({chosen})" if chosen else self.attack
-
-
-ADAPTIVE = {"magnitudes": "independent", "amplitude": "host"}
-DENSE, ALL = ("mlp", "cnn"), ("mlp", "cnn", "resnet-bn", "resnet-gn", "vit")
-VARIANTS: tuple[Variant, ...] = (
-    Variant("robbing-the-fed", DENSE),
-    Variant("robbing-the-fed", DENSE, {"noise": 0.1, "functional": "random"}),
-    Variant("robbing-the-fed", ALL, {"form": "block"}),
-    Variant("trap-weights", DENSE),
-    Variant("trap-weights", DENSE, ADAPTIVE),
-    Variant("fishing", ALL),
-    Variant("fishing", ALL, {"bias": 10.0, "row": 0.5}),
-    Variant("fishing", ALL, {"camouflage": 0.2}),
-    Variant("fishing", ALL, {"by": "feature"}),
-    Variant("decepticons", ("vit",)),
-    Variant("loki", ALL),
-    Variant("seer", ("strided",)),
-)
-RECOVERIES: tuple[Variant, ...] = (
-    Variant("robbing-the-fed", ("mlp",)),
-    Variant("robbing-the-fed", ("cnn",)),
-    Variant("trap-weights", ("mlp",)),
-    Variant("trap-weights", ("cnn",)),
-    Variant("trap-weights", ("mlp",), ADAPTIVE),
-)
-
-
-@dataclass(frozen=True)
-class Federation:
-    """One honest federation, and whether the attacks are sent to its clients too."""
-
-    host: str
-    optimiser: str = "momentum"
-    partition: str = "dirichlet"
-    start: Start = "fresh"
-    epsilon: float | None = None  # of clip-and-noise on every update
-    attacks: bool = False
-    rounds: int = 5
-    steps: int = 8
-    batch: int = 32
-    every: bool = False  # every policy of POLICIES, beside the one that is evaluated
-
-    @property
-    def id(self) -> str:
-        noise = f"dp-{self.epsilon:g}" if self.epsilon else "plain"
-        parts = (self.host, self.optimiser, self.partition, self.start, noise)
-        return "/".join((*parts, f"{self.rounds}x{self.steps}x{self.batch}"))
-
-
-POLICIES = {
-    "warm-up": Policy(warm_up=WarmUp()),
-    "head invariant": Policy(averaging="plain"),
-}
-"""What a client can add to the default."""
-
-
-def federations(quick: bool) -> list[Federation]:
-    if quick:
-        return [
-            Federation("mlp", attacks=True, rounds=2, steps=2),
-            Federation("cnn", "adam", "iid", attacks=True, rounds=2, steps=2),
-        ]
-    hosts = [host for host in HOSTS if host != "strided"]
-    pairs = [(o, p) for o in OPTIMISERS for p in PARTITIONS]
-    pairs.sort(key=lambda pair: pair not in FIRST)
-    plain = [
-        Federation(host, optimiser, partition, attacks=(optimiser, partition) in ATTACKED)
-        for optimiser, partition in pairs
-        for host in hosts
-    ]
-    special = [Federation(host, start="pretrained", partition="iid", rounds=3) for host in hosts]
-    special += [
-        Federation(
-            host, optimiser, partition, "zero-head", attacks=optimiser == "momentum", rounds=5
-        )
-        for optimiser, partition in (("momentum", "dirichlet"), ("adam", "label-skew"))
-        for host in hosts
-    ]
-    noised = [
-        Federation(host, epsilon=epsilon, rounds=3) for host in hosts for epsilon in (1e3, 1e5)
-    ]
-    # One step of eight records per round: the only training that SEER can read.
-    joint = Federation("strided", "sgd", "iid", attacks=True, steps=1, batch=8, every=True)
-    ahead = len(FIRST) * len(hosts)
-    return [*plain[:ahead], *special, *plain[ahead:], *noised, joint]
-
-
-ATTACKED = {("momentum", "dirichlet"), ("adam", "iid")}
-FIRST = (("momentum", "dirichlet"), ("adam", "label-skew"))
-"""What a part of the evaluation starts with: the usual, and the hardest."""
-
-
-# --- one unit -------------------------------------------------------------------------------------
 
 
 def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
@@ -273,11 +91,9 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
                         guard.remember(verdict, sent)
                     missed[k][name] = 1 if verdict.train else missed[k][name] + 1
             shares = aggregate.weights(sizes, "records")
-            after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
-            floats = [{n: b for n, b in t.buffers.items() if b.is_floating_point()}
-                      for t in trained]  # fmt: skip
+            after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
             model = copy.deepcopy(model)
-            model.load_state_dict(after | weighted_mean(floats, shares), strict=False)
+            model.load_state_dict(after | buffers, strict=False)
         if case.attacks:
             attacked += _attacked(case, model, data, shards, guards, missed, met, case.rounds, rng)
     facts = {name: getattr(case, name) for name in ("host", "optimiser", "partition", "start")}
@@ -361,7 +177,7 @@ def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=rng)))
             model = make()
-        few = _part(data.public, torch.arange(min(2000, len(data.public))))
+        few = part(data.public, torch.arange(min(2000, len(data.public))))
         read = case.tamper(model, few, training, rng)
         batch = _draw(data.private, torch.arange(len(data.private)), PROBED, rng)
         update = train(model, batch, training, rng).update
@@ -482,76 +298,3 @@ def _draw(private: Dataset, shard: Tensor, count: int, rng: torch.Generator) -> 
 
 def _first(batch: Batch, count: int) -> Batch:
     return Batch(batch.inputs[:count], batch.labels[:count])
-
-
-# --- all units ------------------------------------------------------------------------------------
-
-
-def units(
-    data: Data, seed: int, quick: bool, policy: Policy, most: int | None = None
-) -> dict[str, Unit]:
-    """Every unit by its name; of the federations the first `most`."""
-    todo: dict[str, Unit] = {}
-    for name in STUDIED:
-        todo[f"studied/{name}"] = partial(studied, name, data, seed, policy)
-    for case in federations(quick)[:most]:
-        todo[case.id] = partial(play, case, data, seed, policy)
-    for variant in RECOVERIES:
-        todo[f"recovery/{variant.name}/{variant.hosts[0]}"] = partial(
-            recover, variant, data, seed, policy
-        )
-    for host in DENSE if quick else HOSTS:
-        todo[f"cost/{host}"] = partial(cost, host, data, seed, policy)
-    return todo
-
-
-def run(
-    out: Path,
-    *,
-    quick: bool = False,
-    seed: int = 0,
-    policy: Policy | None = None,
-    most: int | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> dict[str, Any]:
-    """Run the units that OUT does not hold yet, and write result.json, table.md and figure.png."""
-    policy = policy or Policy()
-    data = load_data(quick)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "records.jsonl"
-    done = {line["id"]: line for line in _read(path)}
-    todo = units(data, seed, quick, policy, most)
-    run_ = hashlib.sha256(
-        repr((__version__, policy, VARIANTS, STUDIED, quick)).encode()
-    ).hexdigest()[:8]
-    records = []
-    for number, (name, unit) in enumerate(todo.items()):
-        key = f"{data.private.name}/{run_}/{seed}/{name}"
-        if progress:
-            progress(number, len(todo), name)
-        if key not in done:
-            began = time.process_time()
-            line: dict[str, Any] = {"id": key} | unit()
-            line["cpu_seconds"] = time.process_time() - began
-            with path.open("a", encoding="utf-8") as file:
-                torn = file.tell() and not path.read_bytes().endswith(b"\n")  # by a crash
-                file.write("\n" * bool(torn) + json.dumps(line, allow_nan=False) + "\n")
-            done[key] = line
-        records.append(done[key])
-    facts = {"data": data.private.name, "seed": seed, "quick": quick, "version": __version__}
-    result = findings.summarise(records, facts)
-    findings.write(result, records, out)
-    return result
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The finished units. A last line that was cut off by a crash is run again."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines
