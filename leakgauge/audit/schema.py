@@ -192,7 +192,17 @@ def _from_3(old: Table) -> Table:
     scores: object = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
     names = dict.fromkeys(("psnr", *convert(scores, Table, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
-    return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
+    threat = convert(_get(old, "result", "threat"), Table | None, "result.threat")
+    times = convert(_get(old, "result", "times"), Table, "result.times")
+    forecast = convert(
+        _get(times, "result.times", "forecast"), Table | None, "result.times.forecast"
+    )
+    later = {  # keys that came while it was the schema
+        "threat": threat and {"malicious": False} | threat,
+        "times": times | {"forecast": forecast and {"low": None, "high": None} | forecast},
+    }
+    new = {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
+    return old | later | new
 
 
 def _trial_from_3(old: Table, path: str) -> Table:
