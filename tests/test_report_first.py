@@ -273,6 +273,8 @@ def test_what_nobody_can_score_has_no_number_and_is_never_green(tmp_path, told, 
     before = text.split("Positive control")[0].split("How to read")[0]  # of the twin, all is known
     assert not re.search(r"\d+\.\d dB|Risk:? ●|over 50 dB", before)
     assert "Does not apply here" not in text
+    if form == "terminal":
+        assert text.count("– – – – not scored") == len(made.summary)
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "pdf"])
