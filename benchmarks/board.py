@@ -219,7 +219,8 @@ def score(setup: Setup, guess: Any, truth: Batch) -> Outcome:
         if guess.labels is None
         else multiset_accuracy(guess.labels, truth.labels, 10),
         "residual": plain(guess.residual),
-        "facts": {k: v for k, v in plain(guess.facts).items() if not isinstance(v, (list, dict))},
+        "facts": {k: v for k, v in plain(guess.facts).items() if not isinstance(v, (list, dict))}
+        | ({"iterations": guess.iterations} if guess.iterations else {}),
         "notes": list(guess.notes),
     }
 

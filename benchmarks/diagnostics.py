@@ -159,7 +159,7 @@ TEXT = """\
 
 Written by `python benchmarks/diagnostics.py`; do not edit. The functions are in
 `leakgauge.diagnostics`, with sources and formulas. Only `sparsity` can be computed by one who sees
-no more than the update; every trial of an audit records it in its `facts`. The others need the
+no more than the update; every trial of an audit records it. The others need the
 truth: they explain an evaluation, and no attack may use them.
 
 C2F: K. Zhu et al., *Cracking Federated Privacy: Initialization-Resilient Gradient Inversion with

@@ -364,9 +364,7 @@ def diff(
 @app.command()
 def cite(folder: Annotated[Path, typer.Argument(help="The folder of an audit.")]) -> None:
     """Print BibTeX for the methods an audit used."""
-    from leakgauge import report
-
-    print(report.references.bibtex(_result(folder)))
+    print("\n\n".join(paper.bibtex() for paper in _result(folder).references))
 
 
 def _result(path: Path) -> Result:
@@ -404,19 +402,24 @@ def list_(
             table.add_column(no_wrap=True, style="bold")
             table.add_column(overflow="fold")
             for entry in found:
-                table.add_row(entry.name, _details(kind, entry) if long else escape(entry.summary))
+                table.add_row(escape(entry.name), _details(kind, entry, long))
             console.print(table)
             console.print()
 
 
-def _details(kind: str, entry: catalogue.Entry) -> str:
-    """What its author wrote about it, and its options."""
+def _details(kind: str, entry: catalogue.Entry, long: bool) -> str:
+    """What its author wrote about it, and its options; or the first line of that."""
     from leakgauge.types import Metric
 
+    origin = f" (from {entry.package})" if entry.package else ""
+    if entry.problem:
+        return escape(f"cannot be used{origin}: {entry.problem}")
+    if not long:
+        return escape(entry.summary + origin)
     item = catalogue.load(entry)
     item = item.score if isinstance(item, Metric) else item
     made = item.func if isinstance(item, partial) else item
-    paragraphs = str(inspect.getdoc(made)).split("\n\n")
+    paragraphs = f"{inspect.getdoc(made)}{origin}".split("\n\n")
     if [e.module for e in catalogue.entries(kind)].count(entry.module) == 1:  # a file of its own
         paragraphs.append(str(inspect.getdoc(sys.modules[entry.module])).split("\n\n")[0])
     if options := _options(item):

@@ -195,7 +195,8 @@ def _make(spec: str) -> Callable[[], nn.Module]:
     what it builds."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    return imported(spec, "--make")
+    make: Callable[[], nn.Module] = imported(spec, "--make")
+    return make
 
 
 def _batch(data: str | None, size: int) -> Batch | None:

@@ -78,6 +78,7 @@ OF_PLANS: dict[str, Range] = {
     "momentum": Range(0, 0.9999999999),
     "weight_decay": Range(0, 1e6),
     "dropout_seed": count(2**62, 0),
+    # [federation.record]
     "mean": FINITE,
     "std": POSITIVE,
     # [threat], [audit]
@@ -90,6 +91,7 @@ OF_PLANS: dict[str, Range] = {
     "share": SHARE,
     "found": SHARE,
     "labels": SHARE,
+    "scores": FINITE,
 }
 """The keys of a plan's own tables."""
 

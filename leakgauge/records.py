@@ -8,14 +8,14 @@ and metrics that say so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.errors import InputError, NotApplicable
+from leakgauge.errors import InputError, NotApplicable, PlanError
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,22 @@ class Scale:
 AS_THEY_ARE = Scale()
 
 
+def refuse_moved(training: object, where: str, table: str) -> None:
+    """Older files normalise in the table of the training."""
+    if isinstance(training, Mapping) and {"mean", "std"} & set(training):
+        raise PlanError(
+            f"{where}: mean and std say how records are normalised: move them to the table {table}"
+        )
+
+
 def record_of(inputs: Tensor, scale: Scale = AS_THEY_ARE) -> Record:
     """The kind of these records, told by their type and dimensions."""
     shape = tuple(inputs.shape[1:])
+    parts = "columns" if len(shape) == 1 else "channels"
     for key, count in (("mean", len(scale.mean)), ("std", len(scale.std))):
         if shape and count not in (1, shape[0]):
             raise InputError(
-                f"{key} has {count} values, but the records have {shape[0]} channels: give one "
+                f"{key} has {count} values, but the records have {shape[0]} {parts}: give one "
                 f"value for all or {shape[0]}"
             )
     if len(shape) == 3 and inputs.is_floating_point():
@@ -113,6 +122,13 @@ def pictures(record: Record) -> Images:
         raise NotApplicable(
             f"it reads pictures, and these records are {type(record).__name__.lower()}"
         )
+    return record
+
+
+def floats(record: Record) -> Images | Columns:
+    """The record kind of an attack that computes with values, between which others lie."""
+    if isinstance(record, Tokens):
+        raise NotApplicable("it computes with the values of records, and these records are tokens")
     return record
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from leakgauge.papers import Paper
 from leakgauge.records import Record, Task
 
 Named: TypeAlias = dict[str, Tensor]
@@ -424,3 +425,4 @@ class Metric:
     limit: float | None = None
     margin: float = 0.0
     loads: bool = False
+    papers: tuple[Paper, ...] = ()

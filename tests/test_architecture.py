@@ -12,31 +12,36 @@ from sources import FILES, imports
 
 SOURCES = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
 
-GROUND = {"_version", "errors", "types"}
-TOOLS = GROUND | {"config", "files", "ranges", "tensors"}
+GROUND = {"_version", "errors", "papers", "records", "types"}
+TOOLS = GROUND | {"config", "files", "outside", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"audit", "guard"}
+AUDIT = FEDERATION | METHODS | {"audit", "exchanges", "guard", "kept"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
-    "types": {"errors"},
+    "papers": set(),
+    "records": {"errors"},
+    "types": {"errors", "papers", "records"},
     "config": GROUND,
     "files": GROUND,
+    "outside": GROUND | {"config", "ranges"},
     "ranges": GROUND | {"config"},
     "tensors": GROUND,
     "fl": TOOLS,
     "threat": TOOLS | {"fl"},
+    "kept": TOOLS,
+    "exchanges": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
-    "audit": FEDERATION | METHODS | {"guard"},
+    "audit": FEDERATION | METHODS | {"exchanges", "guard", "kept"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
     "integrations": AUDIT | {"report"},
     "leakgauge": AUDIT | {"report"},  # the public names
-    "catalogue": GROUND,
+    "catalogue": GROUND | {"outside"},
     "cli": AUDIT | {"catalogue", "cli_guard", "integrations", "report"},
     "cli_guard": AUDIT | {"integrations", "report"},
     "__main__": {"cli"},

@@ -157,6 +157,7 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guess.history == first["guess"].history + second["guess"].history
     assert torch.equal(guess.inputs, second["guess"].inputs)
     assert guess.iterations == 50
+    assert guess.objectives == first["guess"].objectives
 
 
 def test_the_coarse_stage_can_be_run_alone() -> None:

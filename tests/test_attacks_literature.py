@@ -370,8 +370,10 @@ def test_seeds_advance_together_in_rounds_towards_their_mean() -> None:
             None,
             residual=3.0 - k,
             history=(float(len(calls)),) * count,
+            iterations=count,
+            stopped="patience" if k == 0 else "done",
+            differed=0.5 if k == 0 else None,
             notes=("seen once",),
-            facts={"iterations": count},
         )
 
     found = together(search, 3, 10, Resources(progress=lambda *call: told.append(call)))
@@ -392,6 +394,7 @@ def test_seeds_advance_together_in_rounds_towards_their_mean() -> None:
     assert found.history == (3.0,) * 2 + (6.0,) * 3 + (9.0,) * 2 + (12.0,) * 3
     assert found.notes == ("seen once",)
     assert found.iterations == 30
+    assert (found.stopped, found.differed) == ("patience", 0.5)
     assert found.facts["residuals"] == [3.0, 2.0, 1.0]
 
 
@@ -415,6 +418,7 @@ def test_a_group_stops_when_the_time_is_spent_with_what_it_has() -> None:
     )
     assert [call[:2] for call in calls] == [(1, 60)]
     assert "stopped by the time budget" in guess.notes[-1]
+    assert (guess.stopped, guess.iterations) == ("time", 1)
     assert guess.inputs.shape == (2, 1, 8, 8)
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -19,9 +19,12 @@ from typing import Literal
 import pytest
 import torch
 from rich.cells import cell_len
+from sample_result import sample
 
 from leakgauge import __version__, audit, catalogue, cli, data, models
 from leakgauge.attacks import ATTACKS
+from leakgauge.audit import schema
+from leakgauge.audit.results import LabelShare, Measured, Row, Spread
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import NotApplicable, PlanError
 from leakgauge.report import terminal
@@ -110,52 +113,65 @@ def test_an_audit_prints_the_medians_of_its_result(desk, call):
     assert got.code == 0, got.err
     assert got.err == ""
     assert max(map(cell_len, got.out.splitlines())) <= 80
-    result = json.loads((desk / "out[bold]" / "result.json").read_text())
-    assert len(result["summary"]) == 4
-    sections = re.split(r"\n clip ", got.out)
-    for row in result["summary"]:
-        printed = table_row(sections[row["defence"] == "clip"], row["attack"])
-        assert f" {row['scores']['psnr']['median']:.1f} (" in printed
-        assert f" {row['baselines']['mean image']['psnr']:.1f} " in printed
-        assert f" {row['scores']['ssim']['median']:.2f} " in printed
-        assert f" {row['scores']['identified']['mean']:.0%} " in printed
-        if row["labels"]:
-            assert f" {row['labels']['accuracy']:.0%} (" in printed
+    result = schema.load(desk / "out[bold]" / "result.json")
+    assert len(result.summary) == 4
+    leaks, others = (re.split(r"\n clip ", part) for part in got.out.split("Other metrics", 1))
+    for row in result.summary:
+        defended, found = row.defence == "clip", row.measured
+        printed = table_row(leaks[defended], row.attack)
+        assert f" {found.scores['psnr'].median:.1f} (" in printed
+        assert f" {found.mean_image['psnr']:.1f} " in printed
+        assert f" {found.scores['identified'].mean:.0%} " in printed
+        if found.labels:
+            assert f" {found.labels.accuracy:.0%} (" in printed
+        ssim = table_row(others[defended], row.attack)
+        assert f" {found.scores['ssim'].median:.3g} ({found.mean_image['ssim']:.3g})" in ssim
     assert "What leaks: my plan[red]" in got.out
     assert "out[bold]/result.json" in got.out  # brackets in a name are no markup
 
 
-def row(psnr, baseline, **more):
-    spread = {"median": psnr, "quartiles": [psnr - 2, psnr + 3]}
-    return {
-        "round": 0,
-        "defence": "none",
-        "attack": "inverting-gradients",
-        "records": 6,
-        "failed": 0,
-        "scores": {"psnr": spread, "identified": {"mean": 0.5}},
-        "baselines": {"mean image": {"psnr": baseline}},
-        "labels": {"accuracy": 1.0, "random": 0.1},
-        "risk": {"median": "very high", "worst": "very high"},
-    } | more
+def row(psnr=None, baseline=0.0, records=6, **more):
+    measured = psnr and Measured(
+        realism="realistic",
+        records=records,
+        scores={
+            "psnr": Spread(psnr, psnr, (psnr - 2, psnr + 3), (psnr, psnr), psnr, psnr, records),
+            "identified": Spread(0.5, 0.5, (0.5, 0.5), (0.5, 0.5), 0.5, 0.5, records),
+        },
+        mean_image={"psnr": baseline},
+        random_image={"psnr": baseline},
+        identified=0.1,
+        labels=LabelShare(1.0, 0.1, 0.1),
+        leaks={},
+        success_rate=1.0,
+        risk="very high",
+        worst_risk="very high",
+        caveats=(),
+    )
+    given = {"round": 0, "defence": "none", "attack": "inverting-gradients", "trials": 2,
+             "failed": 0, "not_applicable": 0, "unscored": 0, "reason": None}  # fmt: skip
+    return Row(**(given | more), measured=measured)
 
 
-def shown(*rows):
+def shown(folder, *rows):
+    whole = sample(folder / "audit", attacks=("analytic",), seeds=1, records=1)
     with cli.console.capture() as capture:
-        cli.console.print(terminal.summary_table({"name": "x", "summary": list(rows)}))
+        result = replace(whole, summary=rows, metrics=whole.metrics[:1])
+        cli.console.print(terminal.summary_table(result))
     return capture.get()
 
 
 def test_a_risk_is_named_only_above_the_baseline(desk):
-    assert table_row(shown(row(21.0, 20.0)), "inverting").endswith("very high ")
-    printed = table_row(shown(row(21.0, 21.0)), "inverting")
+    assert table_row(shown(desk, row(21.0, 20.0)), "inverting").endswith("very high ")
+    printed = table_row(shown(desk, row(21.0, 21.0)), "inverting")
     assert printed.split() == [
-        "inverting-gradients", "21.0", "(19–24)", "21.0", "–", "50%", "100%", "(10%)", "–",
+        "inverting-gradients", "21.0", "(19–24)", "21.0", "50%", "100%", "(10%)", "–",
     ]  # fmt: skip
 
 
 def test_a_table_of_several_stages_names_them(desk):
     text = shown(
+        desk,
         row(12.0, 10.0),
         row(11.0, 10.0, round=20),
         row(11.0, 10.0, round=20, defence="clip-and-noise", records=4),
@@ -166,9 +182,8 @@ def test_a_table_of_several_stages_names_them(desk):
 
 
 def test_a_row_without_scores_says_why(desk):
-    empty = {"round": 0, "defence": "none", "attack": "dlg"}
-    assert table_row(shown(empty | {"failed": 2}), "dlg").endswith("failed ")
-    assert table_row(shown(empty | {"failed": 0}), "dlg").endswith("n/a ")
+    for count, words in (("failed", "failed "), ("unscored", "not scored "), ("trials", "n/a ")):
+        assert table_row(shown(desk, row(attack="dlg", **{count: 2})), "dlg").endswith(words)
 
 
 def test_the_demo_is_the_embedded_plan(desk, call, monkeypatch):
@@ -381,9 +396,9 @@ def test_an_own_model_the_package_has_never_seen_is_audited(desk, call):
         tiny().replace('{ name = "mlp", hidden = [8] }', '"model:make"')
     )
     assert call("audit", "plan.toml").code == 0
-    result = json.loads((desk / "leakgauge-audit" / "plan" / "result.json").read_text())
+    result = schema.load(desk / "leakgauge-audit" / "plan" / "result.json")
     # One record and a linear layer with a bias: the record itself, to the last digits.
-    assert result["summary"][0]["scores"]["psnr"]["median"] > 100
+    assert result.summary[0].measured.scores["psnr"].median > 100
 
 
 @dataclass(frozen=True)
@@ -392,7 +407,10 @@ class Lossy:
 
     forgets: Literal["parameter", "half"] = "half"
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         if self.forgets == "parameter":
             return {name: value for name, value in update.items() if name != "fc1.bias"}
         return update | {"fc1.weight": update["fc1.weight"][:4]}
@@ -457,7 +475,7 @@ def test_each_list_has_one_line_per_method(desk, call, kind):
 
 def test_the_long_list_shows_options_with_their_defaults(desk, call):
     words = " ".join(call("list", "attacks", "--long").out.split())
-    assert "iterations=500, lr=0.1, tv=0.0001, restarts=1" in words
+    assert 'iterations=500, restarts=1, start="normal"' in words
     assert "https://arxiv.org/abs/1906.08935" in words
     models_ = " ".join(call("list", "models", "--long").out.split())
     assert 'hidden=[256], activation="relu"' in models_

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from leakgauge import audit, cli
-from leakgauge.audit.document import duration
+from leakgauge.audit.document import Limit, duration
 from leakgauge.errors import PlanError
 
 PLAN = """
@@ -90,7 +90,7 @@ def test_a_limit_that_is_not_passed_is_code_0(call):
 def test_the_starter_is_a_valid_plan(call):
     assert call("init", "mine.toml").code == 0
     plan = audit.read(Path("mine.toml"))
-    assert plan.document.audit.limit == audit.plan.Limit()
+    assert plan.document.audit.limit == Limit()
     assert call("init", "mine.toml").code == 2
 
 

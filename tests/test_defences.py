@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +19,22 @@ from leakgauge.config import build
 from leakgauge.defences import DEFENCES, Clip, ClipAndNoise, Prune
 from leakgauge.defences.clip_and_noise import gaussian_sigma
 from leakgauge.errors import PlanError
-from leakgauge.fl import Scenario, simulate
-from leakgauge.fl.local import train
+from leakgauge.fl import Scenario, simulate, tampered
+from leakgauge.fl.local import minibatches, train
 from leakgauge.tensors import norm, scale, spawned, subtract
+from leakgauge.threat import observe
 from leakgauge.types import (
     Batch,
     BatchDefence,
+    Dataset,
     Defence,
     GradientDefence,
     Here,
+    Kept,
     LocalTraining,
     Named,
+    Preparation,
+    ThreatModel,
     UpdateDefence,
 )
 
@@ -397,3 +403,186 @@ def test_in_a_round_every_client_defends_itself_and_the_truth_stays_what_it_was(
             one,
             train(setting(model, truth), truth, options["training"], seeded(), Everything()).update,
         )
+
+
+# --- randomness of their own -------------------------------------------------------------------
+
+
+class Noticing(Silent):
+    """Changes nothing, and notes the records of every client."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.gradients: list[Named] = []
+
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
+        self.batches.append(batch)
+        return batch
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        self.gradients.append(gradient)
+        return gradient
+
+
+class Restless(Noticing):
+    """Draws random numbers at every hook, and uses none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
+        self.drawn.append(float(torch.rand((), generator=rng)))
+        return super().on_batch(batch, here, rng)
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        self.drawn.append(float(torch.rand((), generator=rng)))
+        return super().on_gradient(gradient, here, rng)
+
+
+def federation(model: nn.Module, easy: Dataset, defence: Defence | None, **more: Any) -> Scenario:
+    """Three clients whose records are drawn and shuffled anew in each round."""
+    training = LocalTraining(lr=0.1, batch_size=4, epochs=1, order="shuffled")
+    options: dict[str, Any] = {"clients": 3, "records": 8, "rounds": 2} | more
+    return Scenario(lambda: model, easy, training, defence=defence, **options)
+
+
+def test_what_a_defence_draws_moves_no_record(model, easy):
+    still, restless = Noticing(), Restless()
+    rounds = [simulate(federation(model, easy, one), seeded()) for one in (still, restless)]
+    assert len(still.batches) == len(restless.batches) == 9
+    for one, other in zip(still.batches, restless.batches, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.labels, other.labels)
+    # Local steps saw them in the same order, so that their gradients are the same bytes.
+    for one, other in zip(still.gradients, restless.gradients, strict=True):
+        assert same(one, other)
+    for one, other in zip(rounds[0].updates, rounds[1].updates, strict=True):
+        assert same(one, other)
+    plain = simulate(federation(model, easy, None), seeded())
+    assert same(plain.after, rounds[1].after)
+
+
+def test_a_defence_draws_anew_for_each_client_and_round_and_the_same_for_one_seed(model, easy):
+    first, again, other = Restless(), Restless(), Restless()
+    for defence, seed in ((first, 0), (again, 0), (other, 1)):
+        simulate(federation(model, easy, defence), seeded(seed))
+    assert len(set(first.drawn)) == len(first.drawn) == 27  # 3 rounds × 3 clients × 3 hooks
+    assert first.drawn == again.drawn
+    assert not set(first.drawn) & set(other.drawn)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Feedback(Silent):
+    """Sends the larger half of each tensor, and adds what was not sent to the next update."""
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        whole = {n: u + here.memory.get(n, torch.zeros_like(u)) for n, u in update.items()}
+        sent = Prune(0.5).on_update(whole, here, rng)
+        here.memory.update(subtract(whole, sent))
+        return sent
+
+
+class Counting(Silent):
+    """Counts steps and rounds in the memory, and notes where it was called."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int, int]] = []
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        here.memory["steps"] = here.memory.get("steps", torch.tensor(0)) + 1
+        self.places.append((here.round, here.step, int(here.memory["steps"])))
+        return gradient
+
+
+def test_memory_lasts_over_steps_and_rounds_and_is_apart_for_each_client(model, easy):
+    counting = Counting()
+    round_ = simulate(federation(model, easy, counting, clients=2), seeded())
+    # Two steps for each of two clients, in three rounds; each client counts its own.
+    expected = [(r, s, 2 * r + s + 1) for r in range(3) for _ in range(2) for s in range(2)]
+    assert counting.places == expected
+    assert [int(memory["steps"]) for memory in round_.memory] == [4, 4]  # before this round
+
+
+def test_memory_belongs_to_the_client_and_not_to_its_place_in_the_round(model, easy):
+    counting = Counting()
+    options = {"clients": 4, "participants": 1, "rounds": 11, "records": 4}
+    round_ = simulate(federation(model, easy, counting, **options), seeded())
+    counts = [count for _, _, count in counting.places]
+    assert len(counts) == 12
+    # Client by client: whoever took part n times in all counted 1 … n.
+    assert all(counts.count(k + 1) <= counts.count(k) for k in range(1, max(counts)))
+    assert 1 < counts.count(1) <= 4
+    before = counts[-1] - 1
+    [memory] = round_.memory
+    assert int(memory.get("steps", torch.tensor(0))) == before
+
+
+def test_error_feedback_sends_later_what_it_held_back(model, easy):
+    """What was sent plus what is held back is what was trained, over all rounds."""
+    plain = federation(model, easy, None, clients=1, rounds=0)
+    round_ = simulate(replace(plain, defence=Feedback()), seeded())
+    bare = simulate(plain, seeded())
+    assert round_.memory == ({},)
+    memory: dict[str, Tensor] = {}
+    total = scale(bare.updates[0], 0.0)
+    sent = scale(bare.updates[0], 0.0)
+    for index in range(3):
+        truth, rng = bare.truths[0], seeded(index)
+        own = train(round_.setting, truth, bare.training, rng).update
+        left = train(round_.setting, truth, bare.training, seeded(index), Feedback(),
+                     round_=index, memory=memory).update  # fmt: skip
+        total = {n: total[n] + own[n] for n in total}
+        sent = {n: sent[n] + left[n] for n in sent}
+    for name, value in total.items():
+        torch.testing.assert_close(sent[name] + memory[name], value)
+    assert norm(memory) > 0
+
+
+def test_a_tampered_round_starts_from_the_memory_before_it(model, easy):
+    honest = simulate(federation(model, easy, Feedback()), seeded())
+    assert all(norm(memory) > 0 for memory in honest.memory)
+    before = copy.deepcopy(honest.memory)
+    sent = Preparation(Kept(), (honest.model,))  # what it should: the same round once more
+    again = [tampered(honest, sent, seeded(1)) for _ in range(2)]
+    for one, other in zip(honest.memory, before, strict=True):
+        assert same(one, other)
+    assert all(same(a, b) for a, b in zip(again[0].updates, again[1].updates, strict=True))
+    forgetful = tampered(replace(honest, memory=()), sent, seeded(1))
+    for k, memory in enumerate(before):
+        # Both sent half of (update + memory): without the memory it is another half.
+        assert not same(again[0].updates[k], forgetful.updates[k])
+        truth, kept = honest.truths[k], copy.deepcopy(memory)
+        rng = seeded(1)
+        for _ in range(k):
+            minibatches(len(truth), honest.training, rng)
+        own = train(honest.setting, truth, honest.training, rng, Feedback(), memory=kept).update
+        assert same(own, again[0].updates[k])
+
+
+# --- what they announce ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_what_a_defence_announces_is_known_with_the_training_alone(defence, model, easy):
+    told = defence.announced()
+    assert told
+    round_ = simulate(federation(model, easy, defence, rounds=0), seeded())
+    for actor in ("server", "aggregate", "client"):
+        for grants in (frozenset(), frozenset({"records"}), frozenset({"training"})):
+            seen = observe(round_, ThreatModel(actor, grants))
+            assert seen.announced == (told if "training" in grants else None)
+
+
+def test_without_a_defence_nothing_is_announced(model, easy):
+    round_ = simulate(federation(model, easy, None, rounds=0), seeded())
+    assert observe(round_, ThreatModel()).announced is None
+
+
+def test_what_is_announced_is_what_the_attacker_would_need() -> None:
+    assert Clip(0.5, scope="layer").announced() == {"norm": 0.5, "scope": "layer"}
+    assert Prune(0.7).announced() == {"share": 0.7, "scope": "layer"}
+    noisy = ClipAndNoise(epsilon=10.0, norm=2.0)
+    assert noisy.announced() == {"norm": 2.0, "sigma": noisy.sigma()}

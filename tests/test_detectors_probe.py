@@ -18,9 +18,11 @@ from torch.nn.functional import cross_entropy
 from leakgauge import data, models, observe
 from leakgauge.attacks.active import RobbingTheFed, TrapWeights
 from leakgauge.detectors import DSNR, Probe, WarmUp, fires, isolation, snapshots
+from leakgauge.detectors._isolation import isolated, neighbours
 from leakgauge.detectors._layers import chosen, prepared
+from leakgauge.detectors._passes import run
+from leakgauge.detectors._slots import dominance, slot_norms
 from leakgauge.detectors.dsnr import norms
-from leakgauge.detectors.probe import dominance, isolated, neighbours, run, slot_norms
 from leakgauge.detectors.warm_up import z_scores
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.fl.local import train

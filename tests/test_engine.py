@@ -385,6 +385,7 @@ def test_auto_falls_back_to_exact_and_says_so() -> None:
     assert engine.mode == "exact"
     (note,) = engine.notes
     assert "exact one is used" in note
+    assert f"off by {engine.differed:.1e}" in note
     assert "iteration 0" in note
 
 
@@ -432,7 +433,7 @@ def test_auto_takes_a_rung_of_its_ladder_that_agrees(monkeypatch: pytest.MonkeyP
     engine = world.engine("auto")
     got = engine.slope(world.inputs, world.labels, squared)
     assert relative_error(got.inputs, world.slope(squared).inputs) <= TOLERANCE
-    assert (engine.mode, engine.notes) == ("fast", [])
+    assert (engine.mode, engine.notes, engine.differed) == ("fast", [], None)
 
 
 class Coarse(nn.Module):
@@ -483,7 +484,7 @@ def test_auto_goes_on_in_double_precision_where_single_is_too_coarse(soft: bool)
             assert got.labels.dtype == torch.float32
     assert engine.mode.endswith(", float64")
     assert "float64 is used from there on" in engine.notes[0]
-    assert "derivative was off" in engine.notes[0]  # by these words the audit finds it
+    assert f"derivative was off by {engine.differed:.1e}" in engine.notes[0]
 
 
 @pytest.mark.parametrize("first", ["fast", "exact"])

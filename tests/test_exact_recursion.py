@@ -373,4 +373,5 @@ def test_time_runs_out() -> None:
     seen, truth = federated("resnet-10", width=0.25)
     guess = ExactRecursion().reconstruct(seen, seeded(), Resources(seconds=0.0))
     assert any("time budget of 0 s" in note for note in guess.notes)
+    assert guess.stopped == "time"
     assert guess.inputs.shape == truth.inputs.shape

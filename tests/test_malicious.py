@@ -213,6 +213,17 @@ PLAN: dict[str, Any] = {
 }
 
 
+def test_each_trial_observes_its_round_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = []
+    observe = threat.observe
+    monkeypatch.setattr(threat, "observe", lambda *a: observed.append(a[0].secret) or observe(*a))
+    result = run(parse(PLAN, "malicious", Path.cwd()), Store(tmp_path))
+    assert [trial.status for trial in result.trials] == ["done"] * 4
+    assert sorted(secret is None for secret in observed) == [False, False, True, True]
+
+
 def audited(plan: dict[str, Any], out: Path) -> dict[str, Any]:
     result = run(parse(plan, "malicious", Path.cwd()), Store(out))
     return {trial.attack: trial for trial in result.trials if trial.seed == 0} | {

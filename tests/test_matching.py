@@ -58,7 +58,7 @@ class Scripted:
         self.distances: list[Distance] = []
         self.mode = "scripted"
         self.notes = ["a note of the engine"]
-        self.differed: float | None = None
+        self.differed = 0.125
 
     def __call__(self, *_: Any, device: str, dtype: torch.dtype, **__: Any) -> Scripted:
         self.device, self.dtype = torch.device(device), dtype
@@ -284,6 +284,7 @@ def test_the_restart_of_lowest_objective_wins(script: Callable[..., Scripted]) -
     assert torch.equal(guess.inputs, engine.inputs[3])
     assert guess.objectives == (2, 1, 4)
     assert guess.iterations == 6
+    assert guess.stopped == "done"
     starts = [engine.inputs[k] for k in (0, 2, 4)]
     assert not torch.equal(starts[0], starts[1])
     assert not torch.equal(starts[1], starts[2])
@@ -293,7 +294,8 @@ def test_what_the_engine_says_is_passed_on(script: Callable[..., Scripted]) -> N
     script(values([1.0]))
     guess = run(Adam(), 1)
     assert guess.notes == ("a note of the engine",)
-    assert guess.facts["derivative"] == "scripted"
+    assert guess.facts == {"derivative": "scripted"}
+    assert guess.differed == 0.125
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -379,6 +381,7 @@ def test_patience_ends_a_restart_that_does_not_improve(
     assert len(engine.inputs) == len(guess.history) == 3 + 5
     assert guess.residual == pytest.approx(8 - 4e-4)
     assert guess.notes[-1] == ("restart 1 of 1 stopped after 8 of 40 iterations: no progress in 5")
+    assert guess.stopped == "patience"
 
 
 def test_patience_bears_slow_progress_and_lets_other_restarts_run(
@@ -553,7 +556,7 @@ def test_the_time_budget_stops_early_with_a_note_and_a_valid_guess(
         )  # fmt: skip
         assert len(engine.inputs) == 3
         assert guess.notes[-1] == "stopped by the time budget of 2.5 s after 3 of 20 iterations"
-        assert guess.iterations == 3
+        assert (guess.iterations, guess.stopped) == (3, "time")
         assert guess.inputs.shape == (2, *SHAPE)
         best = min(range(3), key=lambda k: guess.history[k])
         assert torch.equal(guess.inputs, engine.inputs[best])

@@ -21,11 +21,11 @@ from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Analytic, ExactRecursion,
 from leakgauge.attacks._matching import Search
 from leakgauge.audit import parse, read
 from leakgauge.audit.cases import controls, trials
-from leakgauge.audit.plan import own_files
 from leakgauge.config import plain
 from leakgauge.defences import Prune
 from leakgauge.errors import DataError, LeakGaugeError, PlanError, Withheld
 from leakgauge.fl.partition import Dirichlet, Iid
+from leakgauge.outside import own_files
 from leakgauge.types import Iterative, LocalTraining, ThreatModel
 
 TINY = {

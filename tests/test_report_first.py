@@ -9,6 +9,7 @@ from html import unescape
 import pytest
 from rich.console import Console
 from sample_result import failed, measured_by, rederive, rescored, sample, unscored
+from test_report_diff import printed
 
 from leakgauge.audit.results import Measurement
 from leakgauge.audit.verdict import measurements
@@ -227,7 +228,7 @@ def test_every_metric_is_in_every_form_beside_its_mean_picture(tmp_path, told, f
 
 
 def test_every_metric_is_in_a_comparison(foggy):
-    text = tidy(diff.text(diff.compare(foggy, foggy), width=200))
+    text = tidy(printed(diff.compare(foggy, foggy), width=200))
     assert "SSIM LPIPS Fog [m] <b>|* km" in text
     for row in foggy.summary:
         for metric in foggy.metrics[1:]:
@@ -272,6 +273,8 @@ def test_what_nobody_can_score_has_no_number_and_is_never_green(tmp_path, told, 
     before = text.split("Positive control")[0].split("How to read")[0]  # of the twin, all is known
     assert not re.search(r"\d+\.\d dB|Risk:? ●|over 50 dB", before)
     assert "Does not apply here" not in text
+    if form == "terminal":
+        assert text.count("– – – – not scored") == len(made.summary)
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "pdf"])

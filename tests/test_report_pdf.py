@@ -7,8 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from sample_result import HOSTILE, failed, older, rederive, sample, unscored
+from sample_result import HOSTILE, failed, measured_by, older, rederive, sample, unscored
 
+from leakgauge.audit.results import Measurement
 from leakgauge.errors import InputError, MissingExtra
 from leakgauge.report import annex, charts, pdf, write
 
@@ -118,6 +119,30 @@ def test_the_first_page_is_one_page_and_the_findings_begin_the_next(result, fold
     pdf.render(result, folder, "hide")
     assert pages["What to do next"] == pages["The verdict on each defence"] == 1
     assert pages["Findings"] == 2
+
+
+def test_a_first_page_with_many_kinds_of_leak_stays_readable(result, folder, monkeypatch):
+    for i in range(4):
+        metric = Measurement(f"m{i}", f"Metric {i}", "", "higher", 0.1)
+        result = measured_by(result, metric, lambda psnr: psnr / 100)
+    pages, cards = {}, {}
+    heading, card = pdf._heading, pdf._card
+
+    def headed(page, words, *rest):
+        heading(page, words, *rest)
+        pages[words] = page.page
+
+    def laid(page, figure, top, width, dry):
+        cards[figure.label] = (top, width)
+        return card(page, figure, top, width, dry)
+
+    monkeypatch.setattr(pdf, "_heading", headed)
+    monkeypatch.setattr(pdf, "_card", laid)
+    pdf.render(result, folder, "hide")
+    assert len(cards) == 9
+    assert len({top for top, _ in cards.values()}) == 2  # in two rows
+    assert min(width for _, width in cards.values()) > 25
+    assert pages["Findings"] == 2  # what did not fit stands above it, not on a page of its own
 
 
 def test_pictures_are_shown_blurred_or_left_out(result, folder, shown):

@@ -17,6 +17,7 @@ from leakgauge.audit import schema
 from leakgauge.audit.results import Found, Measurement, Result, Score, Trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError
+from leakgauge.papers import Paper
 
 FREE = {"plan", "facts"}  # the user's own content: any JSON
 NAMES = {"versions", "knowledge", "scores", "mean_image", "random_image"}  # keys are data there
@@ -99,8 +100,8 @@ def optional(path: tuple[Any, ...]) -> bool:
     if path[0] == "plan":
         return True  # older plans left what had a default
     known = table or {1: Result, 3: Trial}.get(len(path))
-    if path[:1] == ("metrics",):
-        known = Measurement
+    if path[:1] in (("metrics",), ("references",)):
+        known = {"metrics": Measurement, "references": Paper}[path[0]]
     if path[:1] == ("threat",):
         known = None
     named = {f.name: f for f in fields(known)} if known else {}
@@ -336,6 +337,14 @@ def test_a_real_file_of_schema_3_keeps_its_verdict_and_its_numbers(real):
             assert list(trial.found.labels or ()) == (told["labels"] or {}).get("guess", [])
 
 
+def test_keys_that_came_while_it_was_schema_3_may_be_absent(real):
+    real["times"]["forecast"] = {"cpu_seconds": 9.0, "megabytes": 5.0, "error": None}
+    del real["threat"]["malicious"]
+    found = schema.check(real)
+    assert found.threat.malicious is False
+    assert (found.times.forecast.low, found.times.forecast.high) == (None, None)
+
+
 def test_what_schema_3_said_in_words_is_read_from_them(real):
     trial = next(t for t in real["trials"] if t["kind"] == "trial" and t["status"] == "done")
     trial["notes"] = ["stopped by the time budget of 3 s after 5 of 9 iterations"]
@@ -380,7 +389,8 @@ def test_schema_1_opens_with_what_it_did_not_know_left_empty(real):
     assert opened.threat is None
     assert opened.explanation is None
     assert opened.sensitivity is None
-    assert opened.control == opened.not_run == opened.references == ()
+    assert opened.control == opened.not_run == ()
+    assert {"phong2018", "geiping2020"} <= {paper.key for paper in opened.references}
     assert opened.times.finished is None
     assert opened.federation.model == "mlp"
     trial, told = next(

@@ -91,8 +91,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, A
             images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
             return Reconstruction(
                 images, options["labels"], residual / len(kept), (2.0,) * n, (1.0,) * n,
-                iterations=n, objectives=(1.0 * len(kept),), notes=(f"note {len(kept)}",),
-                facts={"derivative": "none"},
+                iterations=n, objectives=(1.0 * len(kept),), differed=0.5,
+                stopped="patience" if len(kept) == 1 else "done",
+                notes=(f"note {len(kept)}",),
             )  # fmt: skip
 
         monkeypatch.setattr(smooth_to_sharp, "match", recorder)
@@ -142,6 +143,7 @@ def test_a_run_tells_of_all_stages(calls: Any) -> None:
     calls(0.6)
     guess = run(SmoothToSharp(iterations=60))
     assert len(guess.history) == len(guess.distances) == guess.iterations == 60
+    assert (guess.objectives, guess.stopped, guess.differed) == ((1.0,), "patience", 0.5)
     assert guess.notes == ("note 1", "note 2", "note 3")
     assert guess.facts["search_iterations"] == 50
     assert guess.facts["search_distance"] == pytest.approx(0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from typing import get_args
 
@@ -25,6 +25,7 @@ from leakgauge.types import (
     Actor,
     Batch,
     Dataset,
+    Exchange,
     Knowledge,
     LocalTraining,
     Named,
@@ -160,6 +161,45 @@ def test_each_actor_sees_its_own_view_of_the_update(played):
         for name, value in mean.items():
             assert torch.equal(seen.update[name], before[name] - played.after[name])
             torch.testing.assert_close(seen.update[name], 2 * value, rtol=1e-4, atol=1e-5)
+
+
+# --- without truths ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captured(played: Round) -> Exchange:
+    """The same round as it travelled: nobody knows the truth behind it."""
+    known = {f.name: getattr(played, f.name) for f in fields(Exchange)}
+    exchange = Exchange(**known)
+    assert not hasattr(exchange, "truths")
+    return exchange
+
+
+@pytest.mark.parametrize("actor", ["server", "aggregate"])
+@pytest.mark.parametrize("grants", [s for s in SUBSETS if not s & TRUTHS], ids=sorted)
+def test_what_travelled_is_observed_without_truths(played, captured, actor, grants):
+    threat = ThreatModel(actor, grants, client=1)
+    seen, known = observe(captured, threat), observe(played, threat)
+    assert seen.update.keys() == known.update.keys()
+    assert all(torch.equal(value, known.update[name]) for name, value in seen.update.items())
+    assert (seen.training, seen.records) == (known.training, known.records)
+    assert (seen.record, seen.task) == (known.record, known.task)
+    assert seen.labels is seen.statistics is seen.own is None
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("grants", SUBSETS, ids=sorted)
+def test_nothing_of_an_unknown_truth_can_be_granted(captured, actor, grants):
+    missing = sorted((grants & TRUTHS) | ({"own"} if actor == "client" else set()))
+    if not missing:
+        observe(captured, ThreatModel(actor, grants))
+        return
+    with pytest.raises(Withheld) as refused:
+        observe(captured, ThreatModel(actor, grants))
+    assert str(refused.value) == (
+        f"nobody knows the truth behind these updates, so {', '.join(missing)} cannot be granted: "
+        "leave it out of threat.grants, choose another threat.actor, or record the truths"
+    )
 
 
 # --- copies ------------------------------------------------------------------------------------

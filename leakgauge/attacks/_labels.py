@@ -51,6 +51,8 @@ from torch.utils.hooks import RemovableHandle
 from leakgauge.attacks._layers import gradient_sum, last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches, ready
+from leakgauge.papers import FAN2025, Paper
+from leakgauge.records import floats
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -207,6 +209,43 @@ RULES: dict[str, Callable[[Head], Tensor]] = {
     "counts": counts,
 }
 
+ZHAO2020 = Paper(
+    "zhao2020",
+    "Zhao, Bo and Mopuri, Konda Reddy and Bilen, Hakan",
+    "{iDLG}: Improved Deep Leakage from Gradients",
+    2020,
+    "arXiv:2001.02610",
+    "https://arxiv.org/abs/2001.02610",
+    kind="misc",
+)
+
+YIN2021 = Paper(
+    "yin2021",
+    "Yin, Hongxu and Mallya, Arun and Vahdat, Arash and Alvarez, Jose M. and Kautz, Jan and "
+    "Molchanov, Pavlo",
+    "See Through Gradients: Image Batch Recovery via {GradInversion}",
+    2021,
+    "IEEE/CVF Conference on Computer Vision and Pattern Recognition",
+    "https://doi.org/10.1109/CVPR46437.2021.01607",
+    fields=(("pages", "16332--16341"),),
+)
+
+MA2023 = Paper(
+    "ma2023",
+    "Ma, Kailang and Sun, Yu and Cui, Jian and Li, Dawei and Guan, Zhenyu and Liu, Jianwei",
+    "Instance-wise Batch Label Restoration via Gradients in Federated Learning",
+    2023,
+    "International Conference on Learning Representations",
+    "https://openreview.net/forum?id=FIrQfNSOoTr",
+)
+
+PAPERS: dict[str, tuple[Paper, ...]] = {
+    "idlg": (ZHAO2020,),
+    "yin": (YIN2021,),
+    "fedleak": (FAN2025,),
+    "counts": (MA2023,),
+}
+
 
 def _rows(head: Head, rule: str) -> Tensor:
     """The rows of the last layer's weight gradient."""
@@ -361,7 +400,7 @@ def _rounded(raw: Tensor, total: int) -> Tensor:
 
 
 def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
-    layer = last_linear(seen.model, seen.record.shape)
+    layer = last_linear(seen.model, floats(seen.record).shape)
     batches = minibatches(records, training)
     places, pulls = _path(training, len(batches))
     unit = 1 / (training.lr * float(pulls.sum()))

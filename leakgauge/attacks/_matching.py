@@ -284,7 +284,7 @@ def match(
         raise InputError(f"patience must be at least 1 iteration, got {patience}")
     resources = resources or Resources()
     space = space or SPACES[search.space or "pixels"]()
-    shape = (seen.records, *seen.record.shape)
+    shape = (seen.records, *pictures(seen.record).shape)
     if begin is not None:
         _check_begin(begin, shape, space)
     engine = Engine(

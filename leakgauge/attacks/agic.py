@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,14 +30,26 @@ from leakgauge.attacks._objectives import Distance, cosine, matrices, ramp
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "xu2022",
+    "Xu, Jin and Hong, Chi and Huang, Jiyue and Chen, Lydia Y. and Decouchant, Jérémie",
+    "{AGIC}: Approximate Gradient Inversion Attack on Federated Learning",
+    2022,
+    "41st International Symposium on Reliable Distributed Systems",
+    "https://arxiv.org/abs/2204.13784",
+    fields=(("pages", "12--22"),),
+)
 
 
 @dataclass(frozen=True)
 class AGIC(LabelledSearch):
     """Treats several local steps as one gradient (Xu 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     last: float = option(10.0, POSITIVE)
     tv: float = 1e-4

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,16 +38,28 @@ from leakgauge.attacks._objectives import Distance, cosine, squared
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
 Noise: TypeAlias = Literal["gaussian", "laplace", "none"]
 
 
+PAPER = Paper(
+    "balunovic2022",
+    "Balunović, Mislav and Dimitrov, Dimitar I. and Staab, Robin and Vechev, Martin",
+    "{Bayesian} Framework for Gradient Leakage",
+    2022,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2111.04706",
+)
+
+
 @dataclass(frozen=True)
 class BayesAttack(LabelledSearch):
     """Matches gradients behind known noise (Balunović 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     noise: Noise = "none"
     sigma: float = option(0.01, POSITIVE)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from leakgauge.attacks._matching import (
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
 from leakgauge.errors import Withheld
+from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, POSITIVE, SHARE, option
 from leakgauge.records import pictures
 from leakgauge.types import Observation, Reconstruction, Resources
@@ -53,12 +55,26 @@ BETA = 4
 LATE = 0.6  # share of the coarse stage after which λ₁ is on
 
 
+PAPER = Paper(
+    "zhu2025",
+    "Zhu, Kaiming and Yang, Jinsheng and Guo, Siyang and Qin, Huaqian and Wang, Taiyu and Wang, "
+    "Junbo and Nan, Yuhong and Zheng, Zibin",
+    "Cracking Federated Privacy: Initialization-Resilient Gradient Inversion with Fine-Grained "
+    "Reconstruction",
+    2025,
+    "Sun Yat-sen University; code on Zenodo",
+    "https://doi.org/10.5281/zenodo.17979356",
+    kind="misc",
+)
+
+
 @dataclass(frozen=True)
 class CoarseToFine(LabelledSearch):
     """Finds the direction first, then the detail (Zhu 2025).
 
     `space` and `restarts` are of the coarse stage: the fine stage moves its pixels on."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     iterations: int = 600
     coarse: float = option(0.5, SHARE)  # share of the iterations
     lr: float = 0.1

@@ -34,7 +34,9 @@ from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import loss, minibatches, ready
+from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
+from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -45,11 +47,31 @@ from leakgauge.types import (
     Resources,
 )
 
+ZHU2021 = Paper(
+    "zhu2021",
+    "Zhu, Junyi and Blaschko, Matthew B.",
+    "{R-GAP}: Recursive Gradient Attack on Privacy",
+    2021,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2010.07733",
+)
+
+DIMITROV2024 = Paper(
+    "dimitrov2024",
+    "Dimitrov, Dimitar I. and Baader, Maximilian and Müller, Mark Niklas and Vechev, Martin",
+    "{SPEAR}: Exact Gradient Inversion of Batches in Federated Learning",
+    2024,
+    "Advances in Neural Information Processing Systems",
+    "https://arxiv.org/abs/2403.03945",
+    fields=(("volume", "37"),),
+)
+
 
 @dataclass(frozen=True)
 class ExactRecursion:
     """Solves for images layer by layer, no search (our own)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (ZHU2021, DIMITROV2024)
     evaluations: int = option(400, count(10_000_000))  # of the finish, an image
     restarts: int = 2  # of the finish, while an image does not meet its activations
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
@@ -157,6 +179,7 @@ def gradient_of(seen: Observation) -> Named:
     training, records = seen.training, seen.records
     if training is None or records is None:
         raise Withheld("the exact recursion needs 'training' and 'records' in the observation")
+    pictures(seen.record)
     _check(seen.model, training, records)
     return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
 

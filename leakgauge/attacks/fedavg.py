@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +43,29 @@ from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
 KERNELS = 96
 
 
+PAPER = Paper(
+    "dimitrov2022",
+    "Dimitrov, Dimitar I. and Balunović, Mislav and Konstantinov, Nikola and Vechev, Martin",
+    "Data Leakage in Federated Averaging",
+    2022,
+    "Transactions on Machine Learning Research",
+    "https://openreview.net/forum?id=e7A0B99zJf",
+    kind="article",
+)
+
+
 @dataclass(frozen=True)
 class FedAvgEpochs(LabelledSearch):
     """Matches whole epochs of local training (Dimitrov 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     tv: float = 1e-4  # α
     prior: float = option(0.005, FROM_0)  # λ

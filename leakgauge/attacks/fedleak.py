@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
 from leakgauge.fl.local import ready
+from leakgauge.papers import FAN2025, Paper
 from leakgauge.ranges import FROM_0, SHARE, count, option
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources, Setting
 
@@ -91,6 +92,7 @@ VARIANTS = {
 class FedLeak(LabelledSearch):
     """Matches only the large gradient entries (Fan 2025)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (FAN2025,)
     variant: Literal["short", "printed", "released"] = "short"
     share: float = option(0.5, SHARE)  # R
     mask_by: MaskBy = "guess"

@@ -25,19 +25,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from leakgauge.attacks._engine import Trust
-from leakgauge.attacks._labels import infer
+from leakgauge.attacks._labels import YIN2021, infer
 from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, first_of, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
 from leakgauge.attacks._objectives import dot, squared
 from leakgauge.attacks._priors import batch_norm, total_variation
 from leakgauge.errors import Withheld
 from leakgauge.fl.statistics import running_statistics
+from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, count, option
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
@@ -48,6 +49,7 @@ ROUNDS = 4  # the paper switches the consensus on after a quarter of the iterati
 class GradInversion(LabelledSearch):
     """Matches gradients with several image priors (Yin 2021)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (YIN2021,)
     lr: float = 0.1
     tv: float = 1e-3
     l2: float = option(1e-6, FROM_0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,14 +28,26 @@ from leakgauge.attacks._labels import infer
 from leakgauge.attacks._matching import Adam, LabelledSearch, Phases, match, steps
 from leakgauge.attacks._objectives import Distance, cosine
 from leakgauge.attacks._priors import total_variation
+from leakgauge.papers import Paper
 from leakgauge.ranges import SHARE, count, option
 from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "ye2024",
+    "Ye, Zipeng and Luo, Wenjian and Zhou, Qi and Tang, Yubo",
+    "High-Fidelity Gradient Inversion in Distributed Learning",
+    2024,
+    "38th AAAI Conference on Artificial Intelligence",
+    "https://doi.org/10.1609/aaai.v38i18.29975",
+    fields=(("pages", "19983--19991"),),
+)
 
 
 @dataclass(frozen=True)
 class HFGradInv(LabelledSearch):
     """Matches late layers first, then all of them (Ye 2024)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     stages: int = option(4, count(1_000))
     growth: float = option(0.25, SHARE)

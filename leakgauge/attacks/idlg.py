@@ -14,13 +14,14 @@ Differs from the paper: as DLG here (float64, strong Wolfe, best iterate).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
-from leakgauge.attacks._labels import LabelRule, infer
+from leakgauge.attacks._labels import ZHAO2020, LabelRule, infer
 from leakgauge.attacks._matching import OPTIMISERS, LabelledSearch, match
 from leakgauge.attacks._objectives import squared
+from leakgauge.papers import Paper
 from leakgauge.types import Observation, Reconstruction, Resources
 
 
@@ -28,6 +29,7 @@ from leakgauge.types import Observation, Reconstruction, Resources
 class IDLG(LabelledSearch):
     """Reads the label, then matches gradients (Zhao 2020)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (ZHAO2020,)
     iterations: int = 300
     lr: float = 1.0
     labels: LabelRule = "idlg"

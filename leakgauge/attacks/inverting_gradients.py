@@ -15,6 +15,7 @@ instead of 24 000 by default; images are optimised in [0, 1], before normalisati
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,13 +23,25 @@ from leakgauge.attacks._labels import infer
 from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
+from leakgauge.papers import Paper
 from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "geiping2020",
+    "Geiping, Jonas and Bauermeister, Hartmut and Dröge, Hannah and Moeller, Michael",
+    "Inverting Gradients -- How Easy Is It to Break Privacy in Federated Learning?",
+    2020,
+    "Advances in Neural Information Processing Systems",
+    "https://arxiv.org/abs/2003.14053",
+    fields=(("volume", "33"), ("pages", "16937--16947")),
+)
 
 
 @dataclass(frozen=True)
 class InvertingGradients(LabelledSearch):
     """Matches the direction of the gradient (Geiping 2020)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     tv: float = 1e-4
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,14 +29,27 @@ from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
 from leakgauge.attacks._objectives import Distance, dot, matrices, ramp
 from leakgauge.attacks._priors import total_variation
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "wang2020",
+    "Wang, Yijue and Deng, Jieren and Guo, Dan and Wang, Chenghong and Meng, Xianrui and Liu, "
+    "Hang and Ding, Caiwen and Rajasekaran, Sanguthevar",
+    "{SAPAG}: A Self-Adaptive Privacy Attack From Gradients",
+    2020,
+    "arXiv:2009.06228",
+    "https://arxiv.org/abs/2009.06228",
+    kind="misc",
+)
 
 
 @dataclass(frozen=True)
 class SAPAG(LabelledSearch):
     """Matches layers, those far off less (Wang 2020)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     width: float = option(4.0, POSITIVE)
     last: float = option(0.5, POSITIVE)

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +67,10 @@ from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._separation import separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
+from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
+from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
 from leakgauge.types import Observation, Reconstruction, Resources
 
@@ -89,6 +92,7 @@ class SmoothToSharp(LabelledSearch):
     L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
     `errors` off the candidates' own errors are taken in all stages."""
 
+    papers: ClassVar[tuple[Paper, ...]] = InvertingGradients.papers  # our own, on its ground
     iterations: int = 600
     lr: float = 0.2
     tv: float = 0.2

@@ -94,9 +94,10 @@ class Bench:
         try:
             found, score, pictures = self._attack(case, attack, round_, seen, progress)
             status: Status = "unscored" if score is None else "done"
-            return Done(case.trial(self.plan, took(), status, found=found, score=score), pictures)
+            trial = case.trial(self.plan)(status, None, took(), found=found, score=score)
+            return Done(trial, pictures)
         except NotApplicable as reason:
-            return Done(case.trial(self.plan, took(), "not applicable", str(reason)))
+            return Done(case.trial(self.plan)("not applicable", str(reason), took()))
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
             return Done(case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from leakgauge.audit.document import NO_DEFENCE
 from leakgauge.audit.ladder import factors, weakened
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Found, Score, Status, Times, Trial
+from leakgauge.audit.results import Times, Trial
 from leakgauge.fl import Scenario
 from leakgauge.threat import realism
 from leakgauge.types import Iterative, ThreatModel
@@ -41,39 +42,25 @@ class Case:
     def keeps(self, factor: str) -> bool:
         return self.kept is None or factor in self.kept
 
-    def trial(
-        self,
-        plan: Plan,
-        times: Times,
-        status: Status,
-        error: str | None = None,
-        traceback: str | None = None,
-        found: Found | None = None,
-        score: Score | None = None,
-    ) -> Trial:
-        """How it ended."""
-        return Trial(
-            id=self.id,
-            kind=self.kind,
-            round=self.stage if self.keeps("stage") else 0,
-            defence=self.defence if self.keeps("defence") else NO_DEFENCE,
-            attack=self.attack,
-            seed=self.seed,
-            realism=realism(self.threat(plan), plan.attacks[self.attack]),
-            status=status,
-            error=error,
-            times=times,
-            traceback=traceback,
-            found=found,
-            score=score,
+    def trial(self, plan: Plan) -> partial[Trial]:
+        """The trial of this case but for how it ended: its status, error, times and the rest."""
+        return partial(
+            Trial,
+            self.id,
+            self.kind,
+            self.stage if self.keeps("stage") else 0,
+            self.defence if self.keeps("defence") else NO_DEFENCE,
+            self.attack,
+            self.seed,
+            realism(self.threat(plan), plan.attacks[self.attack]),
         )
 
     def crashed(self, plan: Plan, times: Times, error: str, traceback: str | None = None) -> Trial:
         """The crash of an attack that nobody asked for is kept in words, but fails no audit."""
         if self.attack in plan.asked:
-            return self.trial(plan, times, "failed", error, traceback)
+            return self.trial(plan)("failed", error, times, traceback)
         words = f"it is run without being asked for, and crashed ({error}): please report this"
-        return self.trial(plan, times, "not applicable", words, traceback)
+        return self.trial(plan)("not applicable", words, times, traceback)
 
     def scenario(self, plan: Plan) -> Scenario:
         scenario = plan.scenario(self.stage, self.defence)

@@ -113,10 +113,11 @@ class Measure:
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
-        if unmeasured := [name for name in self.limit.scores if name not in self.metrics]:
+        measured = [name.rpartition(":")[2] for name in self.metrics]  # of module:NAME, the name
+        if unmeasured := [name for name in self.limit.scores if name not in measured]:
             raise ValueError(
                 f"limit.scores names {unmeasured[0]!r}, which is not measured: expected one of "
-                f"metrics = {list(self.metrics)}"
+                f"metrics = {measured}"
             )
         if self.budget is not None:
             duration(self.budget, "budget")

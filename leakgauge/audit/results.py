@@ -12,6 +12,7 @@ from pathlib import PureWindowsPath
 from typing import Literal, TypeAlias
 
 from leakgauge.audit.document import Document, Limit
+from leakgauge.papers import Paper
 from leakgauge.types import Actor, Realism, Stopped
 
 Status: TypeAlias = Literal["done", "unscored", "not applicable", "failed"]
@@ -389,7 +390,7 @@ class Result:
     sensitivity: Sensitivity | None
     trials: tuple[Trial, ...]
     not_run: tuple[NotRun, ...]
-    references: tuple[str, ...]
+    references: tuple[Paper, ...]
     times: RunTimes
     interrupted: bool = False
 

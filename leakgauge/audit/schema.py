@@ -12,16 +12,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
 from leakgauge._version import __version__
-from leakgauge.audit.document import Limit, Table
+from leakgauge.audit import references
+from leakgauge.audit.document import Document, Limit, Table
 from leakgauge.audit.results import Explanation, Outcome, Result, Trial
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
-from leakgauge.config import build, plain, shown
+from leakgauge.config import build, convert, plain, shown
 from leakgauge.errors import InputError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.metrics import METRICS
@@ -30,12 +31,6 @@ SCHEMA = 4
 DERIVED = ("summary", "control", "verdict", "explanation")
 WORDS = {"headline", "next", "sentences", "sentence", "reason"}
 LARGEST = 1e300  # beyond it a number cannot be drawn or added
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Versioned:
-    schema: int
 
 
 @dataclass(frozen=True)
@@ -82,38 +77,48 @@ def load(path: Path) -> Result:
 
 def check(value: Any) -> Result:
     """A result at the current version, migrated if it is older; InputError names what is wrong."""
-    _printable(value, "result")
-    version = _version(value)
-    table: Table = MIGRATIONS.get(version, dict)(value)
-    told = _built(_Told, table, "result")
-    if version >= 3 and told.verdict is None:
-        raise InputError("result.verdict: expected a table, got None")
-    empty: Table = {"summary": [], "control": [], "verdict": None, "explanation": None}
-    result = _built(Result, table | empty, "result")
-    controls = [trial for entry in told.control for trial in entry.trials]
-    found = derived(result, controls, told.explanation)
-    if told.verdict:
-        _compare(table, told.verdict, found, same_shape=version == SCHEMA)
-    return replace(found, verdict=None) if version == 1 else found
+    try:
+        return _read(value)
+    except PlanError as error:
+        raise InputError(str(error)) from error
 
 
 def check_trial(value: Any, id_: str) -> Trial:
     """The trial of this id as it was written by itself; InputError names what is wrong."""
     _printable(value, "trial")
-    trial = _built(Trial, value, "trial")
+    try:
+        trial = build(Trial, value, "trial", lenient=True)
+    except PlanError as error:
+        raise InputError(str(error)) from error
     if trial.id != id_:
         raise InputError(f"trial.id: expected {id_!r}, got {trial.id!r}")
     return trial
 
 
-def _built(cls: type[T], table: Any, where: str) -> T:
-    try:
-        return build(cls, table, where, lenient=True)
-    except PlanError as error:
-        raise InputError(str(error)) from error
+def _read(value: Any) -> Result:
+    _printable(value, "result")
+    version = convert(_get(value, "result", "schema"), int, "result.schema")
+    if version > SCHEMA:
+        raise InputError(
+            f"written by a newer LeakGauge: its schema is {version}, this version reads up to "
+            f"{SCHEMA}; upgrade leakgauge"
+        )
+    if version < 1:
+        raise InputError(f"result.schema: expected 1 to {SCHEMA}, got {version}")
+    table: Table = MIGRATIONS.get(version, dict)(value)
+    told = build(_Told, table, "result", lenient=True)
+    if version >= 3 and told.verdict is None:
+        raise InputError("result.verdict: expected a table, got None")
+    table |= {"summary": [], "control": [], "verdict": None, "explanation": None}
+    result = build(Result, table, "result", lenient=True)
+    controls = [trial for entry in told.control for trial in entry.trials]
+    found = derived(result, controls, told.explanation)
+    if told.verdict:
+        _compare(value, told.verdict, found)
+    return replace(found, verdict=None) if version == 1 else found
 
 
-def _compare(table: Table, told: _Ended, found: Result, same_shape: bool) -> None:
+def _compare(table: Table, told: _Ended, found: Result) -> None:
     """Where the file says something else than its trials it was edited, and is refused; another
     version may count differently, but not come to another outcome."""
     true = found.verdict
@@ -122,8 +127,8 @@ def _compare(table: Table, told: _Ended, found: Result, same_shape: bool) -> Non
         one, other = getattr(told, key), getattr(true, key)
         if one != other:
             _edited(f"verdict.{key}", f"it says {one!r}, they say {other!r}")
-    same = found.leakgauge == __version__ and found.versions.get("torch") == _torch()
-    for key in DERIVED if same and same_shape else ():
+    version = table["schema"], found.leakgauge, found.versions.get("torch")
+    for key in DERIVED if version == (SCHEMA, __version__, _torch()) else ():
         if _wordless(table[key]) != _wordless(plain(getattr(found, key))):
             _edited(key, "its numbers differ")
 
@@ -146,18 +151,6 @@ def _torch() -> str:
     return str(torch.__version__)
 
 
-def _version(value: Any) -> int:
-    version = _built(_Versioned, value, "result").schema
-    if version > SCHEMA:
-        raise InputError(
-            f"written by a newer LeakGauge: its schema is {version}, this version reads up to "
-            f"{SCHEMA}; upgrade leakgauge"
-        )
-    if version < 1:
-        raise InputError(f"result.schema: expected 1 to {SCHEMA}, got {version}")
-    return version
-
-
 # Older versions: tables in, tables out
 
 
@@ -166,19 +159,17 @@ def _from_1(old: Table) -> Table:
     none: what it measured was judged by nobody."""
     model = _get(old, "result", "plan", "federation", "model")
     name = model.get("name") if isinstance(model, dict) else model
-    trials = [
-        {"kind": "trial", "caveats": []} | _table(trial, f"result.trials[{i}]")
-        for i, trial in enumerate(_list(old, "result", "trials"))
-    ]
-    empty = dict.fromkeys(("threat", "verdict", "explanation", "sensitivity"))
+    trials = convert(_get(old, "result", "trials"), tuple[Table, ...], "result.trials")
+    federation = convert(_get(old, "result", "federation"), Table, "result.federation")
+    times = convert(_get(old, "result", "times"), Table, "result.times")
     return _from_3(
         old
-        | empty
-        | {"summary": [], "control": [], "not_run": [], "references": [], "trials": trials}
-        | {"federation": {"model": name} | _table(_get(old, "result", "federation"), "federation")}
+        | dict.fromkeys(("threat", "verdict", "explanation", "sensitivity"))
+        | {"summary": [], "control": [], "not_run": [], "references": []}
         | {
-            "times": {"wall_seconds": None, "forecast": None, "finished": None}
-            | _table(_get(old, "result", "times"), "result.times")
+            "trials": [{"kind": "trial", "caveats": []} | trial for trial in trials],
+            "federation": {"model": name} | federation,
+            "times": {"wall_seconds": None, "forecast": None, "finished": None} | times,
         }
     )
 
@@ -186,39 +177,59 @@ def _from_1(old: Table) -> Table:
 def _from_2(old: Table) -> Table:
     """Schema 2 judged pictures alone: its trials are judged anew, by the limits of today where its
     plan names none. Its ladder did not say which trials it used, and is left out."""
-    entries = enumerate(_list(old, "result", "control"))
-    control = [{"trials": [_get(entry, f"result.control[{i}]", "trial")]} for i, entry in entries]
+    entries = convert(_get(old, "result", "control"), tuple[Table, ...], "result.control")
+    control = [{"trials": [_get(entry, "result.control", "trial")]} for entry in entries]
     return _from_3(old | {"verdict": None, "explanation": None, "control": control})
 
 
 def _from_3(old: Table) -> Table:
     """Schema 3 kept what a trial found and its score in one table, and signs of the search among
     the attack's own facts and notes."""
-    plan = _table(_get(old, "result", "plan"), "result.plan")
-    trials = [
-        _trial_from_3(_table(trial, f"result.trials[{i}]"), f"result.trials[{i}]")
-        for i, trial in enumerate(_list(old, "result", "trials"))
-    ]
-    audit = _table(plan.get("audit", {}), "result.plan.audit")
-    limit = _built(Limit, audit.get("limit", {}), "result.plan.audit.limit")
-    scores = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
-    names = dict.fromkeys(("psnr", *_table(scores, "result.trials.scores")))
+    plan = _rescaled(convert(_get(old, "result", "plan"), Table, "result.plan"))
+    before = convert(_get(old, "result", "trials"), tuple[Table, ...], "result.trials")
+    trials = [_trial_from_3(trial, f"result.trials[{i}]") for i, trial in enumerate(before)]
+    audit = convert(plan.get("audit", {}), Table, "result.plan.audit")
+    limit = build(Limit, audit.get("limit", {}), "result.plan.audit.limit", lenient=True)
+    scores: object = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
+    names = dict.fromkeys(("psnr", *convert(scores, Table, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
-    return old | {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
+    document = build(Document, plan, "result.plan", lenient=True)
+    used = convert(_get(old, "result", "references"), tuple[str, ...], "result.references")
+    threat = convert(_get(old, "result", "threat"), Table | None, "result.threat")
+    times = convert(_get(old, "result", "times"), Table, "result.times")
+    path = "result.times.forecast"
+    forecast = convert(_get(times, "result.times", "forecast"), Table | None, path)
+    return old | {
+        "schema": SCHEMA,
+        "plan": plan,
+        "trials": trials,
+        "metrics": plain(metrics),
+        "references": plain(references.known(document, used)),
+        # Keys that came while it was the schema
+        "threat": threat and {"malicious": False} | threat,
+        "times": times | {"forecast": forecast and {"low": None, "high": None} | forecast},
+    }
+
+
+def _rescaled(plan: Table) -> Table:
+    """Schema 3 normalised in the table of the training."""
+    federation = convert(plan.get("federation", {}), Table, "result.plan.federation")
+    training = convert(federation.get("training", {}), Table, "result.plan.federation.training")
+    scale = {key: training[key] for key in ("mean", "std") if key in training}
+    return plan | {"federation": federation | {"record": scale}}
 
 
 def _trial_from_3(old: Table, path: str) -> Table:
     if old.get("status") != "done":
         return old
-    facts = dict(_table(_get(old, path, "facts"), f"{path}.facts"))
+    facts = convert(_get(old, path, "facts"), Table, f"{path}.facts")
     signs = ("iterations", "objectives", "zero_tensors", "sparsity", "guard")
-    labels = _get(old, path, "labels")
-    read = None if labels is None else dict(_table(labels, f"{path}.labels"))
-    notes = [note for note in _list(old, path, "notes") if isinstance(note, str)]
+    labels = convert(_get(old, path, "labels"), Table | None, f"{path}.labels")
+    notes = convert(_get(old, path, "notes"), tuple[str, ...], f"{path}.notes")
     found = {key: _get(old, path, key) for key in ("guesses", "residual", "history", "images")} | {
-        "labels": read and read.pop("guess", None),
+        "labels": labels and labels.get("guess"),
         "distances": old.get("distances", []),
-        "notes": old["notes"],
+        "notes": notes,
         # It said so in words alone.
         "stopped": "time" if any("time budget" in note for note in notes) else "done",
         **{key: facts.pop(key) for key in signs if key in facts},
@@ -228,7 +239,7 @@ def _trial_from_3(old: Table, path: str) -> Table:
         "mean_image": _get(old, path, "baselines", "mean image"),
         "random_image": _get(old, path, "baselines", "random image"),
         "identified": _get(old, path, "baselines", "identified"),
-        "labels": read and {key.replace(" ", "_"): value for key, value in read.items()},
+        "labels": labels and {key.replace(" ", "_"): value for key, value in labels.items()},
     }
     return old | {"found": found, "score": score}
 
@@ -237,25 +248,12 @@ MIGRATIONS: dict[int, Callable[[Table], Table]] = {1: _from_1, 2: _from_2, 3: _f
 
 
 def _get(table: Any, path: str, *keys: str) -> Any:
-    """What stands at this place of an older file."""
+    """What stands at this place of a file that may be damaged."""
     for key in keys:
-        if key not in _table(table, path):
-            raise InputError(f"{path}: key {key!r} is missing")
+        if key not in convert(table, Table, path):
+            raise PlanError(f"{path}: key {key!r} is missing")
         table, path = table[key], f"{path}.{key}"
     return table
-
-
-def _table(value: Any, path: str) -> Table:
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a table, got {shown(value)}")
-    return value
-
-
-def _list(table: Table, path: str, key: str) -> list[Any]:
-    value = _get(table, path, key)
-    if not isinstance(value, list):
-        raise InputError(f"{path}.{key}: expected a list, got {shown(value)}")
-    return value
 
 
 # Any JSON

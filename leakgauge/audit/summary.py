@@ -7,7 +7,7 @@ medians are over images × seeds, never the best of one.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,6 @@ from leakgauge.audit.document import Limit
 from leakgauge.audit.results import (
     Control,
     Explanation,
-    LabelScore,
     LabelShare,
     Leak,
     Measured,
@@ -107,7 +106,7 @@ def _measured(
         random_image={
             n: statistics.median(v for s in scores for v in s.random_image[n]) for n in names
         },
-        identified=_weighted(scores, lambda score: score.identified),
+        identified=_chance(scores),
         labels=_labels(scores),
         leaks=_leaks(scores, limit, metrics),
         success_rate=sum(value >= SUCCESS for value in psnr) / len(psnr),
@@ -119,18 +118,14 @@ def _measured(
 
 def _labels(scores: Iterable[Score]) -> LabelShare | None:
     """Labels read, and what guessing gives, over the records of all trials that named any."""
-    named = [(score, score.labels) for score in scores if score.labels]
+    named = [(score.records, score.labels) for score in scores if score.labels]
+    total = sum(records for records, _ in named)
     if not named:
         return None
-    total = sum(score.records for score, _ in named)
-
-    def mean(value: Callable[[LabelScore], float]) -> float:
-        return float(sum(value(labels) * score.records for score, labels in named) / total)
-
     return LabelShare(
-        accuracy=mean(lambda labels: labels.accuracy),
-        random=mean(lambda labels: labels.random),
-        class_prior=mean(lambda labels: labels.class_prior),
+        accuracy=sum(labels.accuracy * records for records, labels in named) / total,
+        random=sum(labels.random * records for records, labels in named) / total,
+        class_prior=sum(labels.class_prior * records for records, labels in named) / total,
     )
 
 
@@ -145,19 +140,13 @@ def _leaks(
             count = sum(leak for score in scores for leak in leaking(score, metric, metric.limit))
             leaks[kind_of(metric)] = weigh(count / records, 0.0, records, limit.share)
     found = _pooled(scores, "identified")
-    chance = _weighted(scores, lambda score: score.identified)
+    chance = _chance(scores)
     leaks["found"] = weigh(sum(found) / records, chance, records, limit.found)
     if labels := _labels(scores):
         guessing = max(labels.random, labels.class_prior)
         number = sum(score.records for score in scores if score.labels)
         leaks["labels"] = weigh(labels.accuracy, guessing, number, limit.labels)
     return leaks
-
-
-def _weighted(scores: Sequence[Score], value: Callable[[Score], float]) -> float:
-    """The mean over records of a number that each trial has once."""
-    total = sum(score.records for score in scores)
-    return float(sum(value(score) * score.records for score in scores) / total)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -221,3 +210,9 @@ def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict) -> str:
 
 def _pooled(scores: Iterable[Score], name: str) -> list[float]:
     return [value for score in scores for value in score.scores[name]]
+
+
+def _chance(scores: Sequence[Score]) -> float:
+    """The chance to pick a record out of the gallery, over all records."""
+    total = sum(score.records for score in scores)
+    return sum(score.identified * score.records for score in scores) / total

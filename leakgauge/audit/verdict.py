@@ -149,10 +149,10 @@ def judge(result: Result) -> Verdict:
     failed = [trial for trial in trials if trial.status == "failed"]
     rows = _judged(summary)
     kinds = _kinds(rows, shown)
-    defences = tuple(
-        _defended(defence, [pair for pair in rows if pair[0].defence == defence], shown)
-        for defence in dict.fromkeys(row.defence for row in summary)
-    )
+    defences = []
+    for defence in dict.fromkeys(row.defence for row in summary):  # each by itself
+        alone = _kinds([pair for pair in rows if pair[0].defence == defence], shown)
+        defences.append(Defended(defence, _outcome(alone), alone))
     outcome = _outcome(kinds)
     if outcome == "below the limit" and (result.not_run or any(row.unscored for row in summary)):
         outcome = "inconclusive"  # what was left out might have leaked
@@ -171,7 +171,7 @@ def judge(result: Result) -> Verdict:
         limit=limit,
         records=records,
         kinds=kinds,
-        defences=defences,
+        defences=tuple(defences),
         worst=_worst(*worst) if worst else None,
     )
 
@@ -215,14 +215,6 @@ def _outcome(kinds: Mapping[str, Decided]) -> Outcome:
     if "leaks" in states:
         return "leaks"
     return "below the limit" if states == {"below"} else "inconclusive"
-
-
-def _defended(
-    defence: str, rows: Sequence[tuple[Row, Measured]], shown: Collection[str]
-) -> Defended:
-    """The verdict on one defence alone."""
-    kinds = _kinds(rows, shown)
-    return Defended(defence, _outcome(kinds), kinds)
 
 
 def _records(trials: Iterable[Trial]) -> int:

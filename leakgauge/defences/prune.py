@@ -8,19 +8,30 @@ update.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from leakgauge.papers import Paper
 from leakgauge.ranges import SHARE, option
 from leakgauge.types import Here, Named
+
+PAPER = Paper(
+    "lin2018",
+    "Lin, Yujun and Han, Song and Mao, Huizi and Wang, Yu and Dally, William J.",
+    "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
+    2018,
+    "International Conference on Learning Representations",
+    "https://openreview.net/forum?id=SkhQHMW0W",
+)
 
 
 @dataclass(frozen=True)
 class Prune:
     """Sends only the largest entries of the update."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     share: float = option(0.9, SHARE)
     scope: Literal["layer", "whole"] = "layer"
 

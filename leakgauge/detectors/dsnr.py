@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from leakgauge.detectors._layers import chosen, prepared, worst
-from leakgauge.detectors.probe import dominance
+from leakgauge.detectors._slots import dominance
 from leakgauge.fl.local import outputs
 from leakgauge.types import Batch, Detection, LocalTraining, Received
 

@@ -11,8 +11,24 @@ from typing import Literal, TypeAlias
 
 from leakgauge.errors import InputError
 from leakgauge.fl.local import Trained
+from leakgauge.papers import Paper
 from leakgauge.tensors import weighted_mean
 from leakgauge.types import Named
+
+PAPER = Paper(
+    "mcmahan2017",
+    "McMahan, Brendan and Moore, Eider and Ramage, Daniel and Hampson, Seth and {Agüera y Arcas},"
+    " Blaise",
+    "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+    2017,
+    "20th International Conference on Artificial Intelligence and Statistics",
+    "https://proceedings.mlr.press/v54/mcmahan17a.html",
+    fields=(
+        ("series", "Proceedings of Machine Learning Research"),
+        ("volume", "54"),
+        ("pages", "1273--1282"),
+    ),
+)
 
 Weighting: TypeAlias = Literal["records", "equal"]
 

@@ -21,8 +21,9 @@ from leakgauge.errors import InputError
 from leakgauge.fl import aggregate
 from leakgauge.fl.local import train
 from leakgauge.fl.model import setting
-from leakgauge.guard.guard import Guard, Verdict
+from leakgauge.guard.guard import Guard
 from leakgauge.guard.policy import TESTS, Policy
+from leakgauge.guard.verdict import Verdict
 from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.tensors import parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining

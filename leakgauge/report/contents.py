@@ -435,18 +435,13 @@ def coverage(result: Result) -> list[Coverage]:
         status.setdefault(entry.attack, Counter())["not run"] += 1
         why = f"not run: {brief(entry.reason)}"
         reasons.setdefault(entry.attack, Counter())[why] += 1
-    return [
-        Coverage(
-            attack,
-            options.get(attack, ""),
-            seen["done"] + seen["unscored"],
-            seen["not applicable"],
-            seen["failed"],
-            seen["not run"],
-            _counted(reasons.get(attack, Counter()), 6),
-        )
-        for attack, seen in status.items()
-    ]
+    lines = []
+    for attack, seen in status.items():
+        ended = seen["done"] + seen["unscored"]
+        counts = ended, seen["not applicable"], seen["failed"], seen["not run"]
+        said = _counted(reasons.get(attack, Counter()), 6)
+        lines.append(Coverage(attack, options.get(attack, ""), *counts, said))
+    return lines
 
 
 def whole_reasons(result: Result) -> list[tuple[str, str]]:

@@ -3,13 +3,11 @@ second is worse than the first."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -27,10 +25,12 @@ Key: TypeAlias = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Both:
-    """One number in both audits; None where it was not measured."""
+    """One number in both audits, None where it was not measured; `clear` is whether the two
+    intervals of a median stand apart."""
 
     a: float | None
     b: float | None
+    clear: bool = False
 
     @property
     def change(self) -> float | None:
@@ -40,15 +40,13 @@ class Both:
 @dataclass(frozen=True)
 class Change:
     """A row of the summary in both audits: the medians by metric, and labels read. `only` names the
-    audit that alone has it (old or new); `clear` are the metrics by which the two intervals of the
-    median stand apart."""
+    audit that alone has it (old or new)."""
 
     round: int
     defence: str
     attack: str
     medians: dict[str, Both]
     labels: Both
-    clear: frozenset[str]
     only: str | None
 
 
@@ -101,7 +99,7 @@ def tables(comparison: Comparison) -> list[Table]:
         comparison,
         "Medians of the other metrics, old → new",
         [f"{metric.label} {metric.unit}".rstrip() for metric in further],
-        [[_both(row, metric.name) for metric in further] for row in comparison.rows],
+        [[_both(row.medians[metric.name]) for metric in further] for row in comparison.rows],
         no_wrap=False,  # there may be many
     )
     return [head, rows, more]
@@ -132,15 +130,6 @@ def _numbers(
         stage = [str(row.round)] if stages else []
         table.add_row(*stage, _text(row.defence), _text(row.attack), *numbers)
     return table
-
-
-def text(comparison: Comparison, width: int = 80) -> str:
-    """The same as plain text."""
-    file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
-    for table in tables(comparison):
-        console.print(table)
-    return file.getvalue()
 
 
 # The gate
@@ -182,12 +171,10 @@ def worse(old: Result, new: Result) -> list[str]:
 
 
 def _by_the_limits_of(old: Result, limit: Limit, new: Result) -> Result:
-    """The new audit, had its plan the limits of the old one."""
+    """The new audit, had its plan the limits of the old one; those of metrics stand with them."""
     limits = {metric.name: metric.limit for metric in old.metrics}
-    audit = replace(
-        new.plan.audit, limit=replace(limit, scores={})
-    )  # those of metrics go with them
     metrics = tuple(replace(m, limit=limits.get(m.name, m.limit)) for m in new.metrics)
+    audit = replace(new.plan.audit, limit=replace(limit, scores={}))
     controls = [id_ for entry in new.control for id_ in entry.trials]
     judged = replace(new, plan=replace(new.plan, audit=audit), metrics=metrics)
     return derived(judged, controls, new.explanation)
@@ -259,22 +246,16 @@ def _change(key: Key, a: Row | None, b: Row | None, metrics: Iterable[str]) -> C
     old, new = (row.measured if row else None for row in (a, b))
     return Change(
         *key,
-        medians={name: Both(_median(old, name), _median(new, name)) for name in metrics},
+        medians={name: _medians(old, new, name) for name in metrics},
         labels=Both(_accuracy(old), _accuracy(new)),
-        clear=frozenset(name for name in metrics if _apart(old, new, name)),
         only="old" if b is None else "new" if a is None else None,
     )
 
 
-def _median(found: Measured | None, name: str) -> float | None:
-    return found.scores[name].median if found and name in found.scores else None
-
-
-def _apart(old: Measured | None, new: Measured | None, name: str) -> bool:
-    if not (old and new and name in old.scores and name in new.scores):
-        return False
-    a, b = old.scores[name].interval, new.scores[name].interval
-    return a[1] < b[0] or b[1] < a[0]
+def _medians(old: Measured | None, new: Measured | None, metric: str) -> Both:
+    a, b = (found.scores.get(metric) if found else None for found in (old, new))
+    apart = a and b and (a.interval[1] < b.interval[0] or b.interval[1] < a.interval[0])
+    return Both(a.median if a else None, b.median if b else None, bool(apart))
 
 
 def _accuracy(found: Measured | None) -> float | None:
@@ -308,7 +289,7 @@ def _join(path: str, key: str | int) -> str:
 
 def _cells(row: Change) -> list[str]:
     psnr, labels = row.medians["psnr"], row.labels
-    change = NOTHING if psnr.change is None else f"{psnr.change:+.1f}{' *' * ('psnr' in row.clear)}"
+    change = NOTHING if psnr.change is None else f"{psnr.change:+.1f}{' *' * psnr.clear}"
     return [
         *(NOTHING if value is None else f"{value:.1f}" for value in (psnr.a, psnr.b)),
         f"only in {row.only}" if row.only else change,
@@ -316,12 +297,9 @@ def _cells(row: Change) -> list[str]:
     ]
 
 
-def _both(row: Change, metric: str) -> str:
-    both = row.medians[metric]
-    if both.a is None and both.b is None:
-        return NOTHING
-    numbers = [NOTHING if value is None else f"{value:.3g}" for value in (both.a, both.b)]
-    return " → ".join(numbers) + " *" * (metric in row.clear)
+def _both(median: Both) -> str:
+    numbers = [NOTHING if value is None else f"{value:.3g}" for value in (median.a, median.b)]
+    return NOTHING if set(numbers) == {NOTHING} else " → ".join(numbers) + " *" * median.clear
 
 
 def _text(value: str) -> Text:

@@ -10,21 +10,8 @@ from dataclasses import dataclass
 
 from leakgauge.audit.advice import capped, defended, reached, what_leaks
 from leakgauge.audit.results import Decided, Leak, Measured, Result
-from leakgauge.report.contents import (
-    JUDGED,
-    NO_VERDICT,
-    NOT_SCORED,
-    OUTCOMES,
-    STATES,
-    Images,
-    above_baseline,
-    baseline,
-    kind_of_leak,
-    named,
-    scored,
-    settings,
-    unscored,
-)
+from leakgauge.report import contents
+from leakgauge.report.contents import Images
 from leakgauge.report.pictures import Pair
 from leakgauge.report.wording import SPACE, count, percent
 
@@ -41,7 +28,7 @@ class Figure:
 
 def outcome(result: Result) -> str:
     """The verdict in a word or two."""
-    return OUTCOMES[result.verdict.outcome] if result.verdict else NO_VERDICT
+    return contents.OUTCOMES[result.verdict.outcome] if result.verdict else contents.NO_VERDICT
 
 
 def headline(result: Result) -> str:
@@ -64,7 +51,7 @@ def _strongest(result: Result) -> Measured | None:
 def risk_level(result: Result) -> str | None:
     """The risk in a word, where the strongest attack did better than a mean image."""
     strongest = _strongest(result)
-    return strongest.risk if strongest and above_baseline(strongest) else None
+    return strongest.risk if strongest and contents.above_baseline(strongest) else None
 
 
 def key_figures(result: Result) -> list[Figure]:
@@ -72,11 +59,11 @@ def key_figures(result: Result) -> list[Figure]:
     verdict, strongest = result.verdict, _strongest(result)
     if not verdict or not strongest:
         return []
-    psnr = strongest.scores["psnr"]
+    psnr, base = contents.psnr(strongest), contents.baseline(strongest)
     return [
         *(
             Figure(
-                kind_of_leak(result, kind),
+                contents.kind_of_leak(result, kind),
                 f"{round(found.leak.share * found.leak.records)} of {found.leak.records:,}",
                 _meaning(result, kind, found),
                 _measured(found.leak),
@@ -87,7 +74,7 @@ def key_figures(result: Result) -> list[Figure]:
             "Typical picture",
             capped(psnr.median),
             "median likeness (PSNR) of the strongest attack's pictures",
-            f"a mean picture, which shows nothing of the record, has {capped(baseline(strongest))}",
+            f"a mean picture, which shows nothing of the record, has {capped(base)}",
         ),
         Figure(
             "Worst picture",
@@ -116,7 +103,7 @@ def _measured(leak: Leak) -> str:
     beyond = " beyond guessing" if leak.chance else ""
     return (
         f"limit {percent(leak.limit)}, measured{beyond} {percent(low)} to {percent(high)} "
-        f"(95{SPACE}% interval): {STATES[leak.state]}"
+        f"(95{SPACE}% interval): {contents.STATES[leak.state]}"
     )
 
 
@@ -129,17 +116,17 @@ def rests_on(result: Result) -> str | None:
     """How much evidence the verdict has."""
     if not result.verdict:
         return None
-    done = [trial for trial, _, _ in scored(result) if trial.realism in JUDGED]
+    done = [trial for trial, _, _ in contents.scored(result) if trial.realism in contents.JUDGED]
     attacks = len({trial.attack for trial in done})
     what = "What was measured" if result.verdict.outcome == "failed" else "This verdict"
-    blind = len(unscored(result))
     said = (
         f"{what} rests on {count(result.verdict.records, 'different record')}, "
         f"attacked in {count(len(done), 'trial')} by {count(attacks, 'attack')}."
     )
-    if not blind:
+    if not (blind := contents.unscored(result)):
         return said
-    return f"{said if done else 'Nothing was measured.'} Of {count(blind, 'trial')} {NOT_SCORED}."
+    said = said if done else "Nothing was measured."
+    return f"{said} Of {count(len(blind), 'trial')} {contents.NOT_SCORED}."
 
 
 @dataclass(frozen=True)
@@ -156,15 +143,15 @@ def defence_verdicts(result: Result) -> list[DefenceVerdict]:
     """One line for each defence of the plan, no defence included."""
     if not result.verdict:
         return []
-    options = settings(result.plan.defence)
+    options = contents.settings(result.plan.defence)
     return [
         DefenceVerdict(
-            named(entry.defence),
+            contents.named(entry.defence),
             options.get(entry.defence, ""),
-            OUTCOMES[entry.outcome],
+            contents.OUTCOMES[entry.outcome],
             tuple(
-                (kind_of_leak(result, kind), what_leaks(kind, one, result.metrics),
-                 STATES[one.leak.state])
+                (contents.kind_of_leak(result, kind), what_leaks(kind, one, result.metrics),
+                 contents.STATES[one.leak.state])
                 for kind, one in entry.kinds.items()
             ),
         )
@@ -186,7 +173,7 @@ def worst_caption(pair: Pair, images: Images) -> str:
         "hide": "The picture is in the folder of the audit; this report does not show it.",
     }
     trial, truth = pair.trial, pair.truth
-    likeness = NOT_SCORED
+    likeness = contents.NOT_SCORED
     if truth:
         likeness = f"{capped(truth.psnr)}; a mean picture has {capped(truth.base)} for this record"
     return (

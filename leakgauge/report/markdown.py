@@ -12,7 +12,7 @@ from pathlib import Path
 
 from leakgauge.audit.advice import defended
 from leakgauge.audit.results import Result
-from leakgauge.report import annex, contents, first_screen, pictures, references, wording
+from leakgauge.report import annex, contents, first_screen, pictures, wording
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
@@ -21,23 +21,17 @@ _START = re.compile(r"^(\d+)([.)])|^([-+=])")
 
 def render(result: Result, folder: Path | None = None) -> str:
     """The text of report.md; `folder` holds the result.json whose checksum it carries."""
-    lines = [
-        f"# {escape(result.name)}: {first_screen.outcome(result)}",
-        "",
-        f"**{escape(first_screen.headline(result))}**",
-        "",
-    ]
+    lines = [f"# {escape(result.name)}: {first_screen.outcome(result)}", ""]
+    lines += [f"**{escape(first_screen.headline(result))}**", ""]
     if level := first_screen.risk_level(result):
         lines += [f"Risk: **{level}** ({contents.RISKS[level]}).", ""]
     if rests := first_screen.rests_on(result):
         lines += [rests, ""]
     if figures := first_screen.key_figures(result):
-        rows = ((f"**{escape(f.label)}**", f.value, escape(f.note), f.against) for f in figures)
-        lines += _table(("", "", "", ""), rows)
-        lines.append("")
+        cards = ((f"**{escape(f.label)}**", f.value, escape(f.note), f.against) for f in figures)
+        lines += [*_table(("", "", "", ""), cards), ""]
     if pair := pictures.worst(result):
-        caption = first_screen.worst_caption(pair, "hide")
-        lines += [f"The worst picture: {escape(caption)}", ""]
+        lines += [f"The worst picture: {escape(first_screen.worst_caption(pair, 'hide'))}", ""]
     if steps := first_screen.next_steps(result):
         lines += ["## What to do next", ""]
         lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, 1)]
@@ -51,32 +45,14 @@ def render(result: Result, folder: Path | None = None) -> str:
     lines += ["", "## Positive control", "", *_control(result)]
     lines += ["", "## Threat model", "", escape(contents.threat_sentence(result)), ""]
     if known := contents.knowledge(result):
-        lines += _table(
-            ("Knowledge", "What it is", "Attacker"),
-            (
-                (escape(line.item), escape(line.words), "holds" if line.held else "does not hold")
-                for line in known
-            ),
-        )
+        held = {True: "holds", False: "does not hold"}
+        rows = ((escape(line.item), escape(line.words), held[line.held]) for line in known)
+        lines += _table(("Knowledge", "What it is", "Attacker"), rows)
     lines += ["", "## Scope", "", *_table(("", ""), _escaped(contents.scope(result)))]
     lines += ["", "## Attacks run and not run", "", *_coverage(result)]
     lines += ["", "## Limits", "", *_list(contents.limits(result, "hide"))]
-    lines += ["", "## Realism ledger", ""]
-    lines += _table(
-        ("Tag", "Meaning", "Rows", "Records", "Highest median", "In the verdict"),
-        (
-            (
-                line.realism,
-                line.meaning,
-                str(line.rows),
-                str(line.records),
-                line.highest,
-                "yes" if line.counts else "never",
-            )
-            for line in contents.ledger(result)
-        ),
-    )
-    papers = references.used(result)
+    lines += ["", "## Realism ledger", "", *_ledger(result)]
+    papers = result.references
     lines += ["", "## References", ""]
     lines += [f"{i}. {escape(p.line())} <{p.link}>" for i, p in enumerate(papers, 1)]
     lines += ["", "## Annex", "", *_table(("", ""), _escaped(annex.annex(result, folder)))]
@@ -94,18 +70,12 @@ def escape(text: str) -> str:
 
 
 def _defences(verdicts: list[first_screen.DefenceVerdict]) -> list[str]:
-    return _table(
-        ("Defence", "Verdict", "What was found"),
-        (
-            (
-                escape(f"{line.defence} {line.settings}".rstrip()),
-                f"**{line.outcome}**",
-                escape("; ".join(f"{kind}: {state} ({words})" for kind, words, state in line.kinds))
-                or "nothing was measured",
-            )
-            for line in verdicts
-        ),
-    )
+    rows = []
+    for line in verdicts:
+        found = "; ".join(f"{kind}: {state} ({words})" for kind, words, state in line.kinds)
+        name = escape(f"{line.defence} {line.settings}".rstrip())
+        rows.append((name, f"**{line.outcome}**", escape(found) or "nothing was measured"))
+    return _table(("Defence", "Verdict", "What was found"), rows)
 
 
 def _findings(result: Result) -> list[str]:
@@ -150,65 +120,52 @@ def _control(result: Result) -> list[str]:
         return [
             "No positive control is part of this result: a low number is no evidence of safety."
         ]
-    return _table(
-        ("Attack", "PSNR on the twin", "Mean picture", "Control"),
-        (
-            (escape(line.attack), line.psnr, line.base, escape(line.words))
-            for line in contents.control(result)
-        ),
-    )
+    lines = contents.control(result)
+    rows = ((escape(line.attack), line.psnr, line.base, escape(line.words)) for line in lines)
+    return _table(("Attack", "PSNR on the twin", "Mean picture", "Control"), rows)
 
 
 def _why(result: Result) -> list[str]:
     lines = ["The ladder that explains a result was not run."]
     if explanation := result.explanation:
-        lines = [escape(explanation.sentence), ""]
-        lines += _table(
-            ("Factor put back", "", "Median PSNR", "Change"),
-            (
-                (
-                    escape(rung.factor),
-                    escape(rung.label),
-                    wording.decibels(rung.median),
-                    wording.change(rung.change),
-                )
-                for rung in explanation.rungs
-            ),
-        )
+        rows = []
+        for rung in explanation.rungs:
+            numbers = wording.decibels(rung.median), wording.change(rung.change)
+            rows.append((escape(rung.factor), escape(rung.label), *numbers))
+        header = ("Factor put back", "", "Median PSNR", "Change")
+        lines = [escape(explanation.sentence), "", *_table(header, rows)]
     if result.sensitivity:
         lines += ["", f"Noise-to-gradient sensitivity: {escape(result.sensitivity.words)}"]
     return lines
 
 
 def _trades(trades: list[contents.Trade]) -> list[str]:
-    return _table(
-        ("Round", "Defence", "Strongest attack", "Median PSNR", "Pictures"),
-        (
-            (
-                str(trade.round),
-                escape(f"{defended(trade.defence)} {trade.settings}".rstrip()),
-                escape(trade.attack),
-                wording.decibels(contents.psnr(trade.numbers).median),
-                trade.state,
-            )
-            for trade in trades
-        ),
-    )
+    rows = []
+    for trade in trades:
+        name = escape(f"{defended(trade.defence)} {trade.settings}".rstrip())
+        median = wording.decibels(contents.psnr(trade.numbers).median)
+        rows.append((str(trade.round), name, escape(trade.attack), median, trade.state))
+    return _table(("Round", "Defence", "Strongest attack", "Median PSNR", "Pictures"), rows)
+
+
+def _ledger(result: Result) -> list[str]:
+    rows = []
+    for line in contents.ledger(result):
+        counts = "yes" if line.counts else "never"
+        numbers = str(line.rows), str(line.records), line.highest
+        rows.append((line.realism, line.meaning, *numbers, counts))
+    header = ("Tag", "Meaning", "Rows", "Records", "Highest median", "In the verdict")
+    return _table(header, rows)
 
 
 def _coverage(result: Result) -> list[str]:
-    lines = _table(
-        ("Attack", "Settings", "Done", "Not applicable", "Failed", "Not run", "Reason"),
-        (
-            (
-                escape(line.attack),
-                escape(line.settings),
-                *map(str, (line.done, line.not_applicable, line.failed, line.not_run)),
-                escape("; ".join(line.reasons)) or "–",
-            )
-            for line in contents.coverage(result)
-        ),
-    )
+    rows = []
+    for line in contents.coverage(result):
+        counts = map(str, (line.done, line.not_applicable, line.failed, line.not_run))
+        reasons = escape("; ".join(line.reasons)) or "–"
+        rows.append((escape(line.attack), escape(line.settings), *counts, reasons))
+    header = ("Attack", "Settings", "Done", "Not applicable", "Failed", "Not run", "Reason")
+    lines = _table(header, rows)
     if whole := contents.whole_reasons(result):
         lines += ["", "Why attacks do not apply, in full:", ""]
         lines += _list(f"{attack}: {reason}" for attack, reason in whole)

@@ -22,7 +22,6 @@ from leakgauge.report import (
     figures,
     first_screen,
     pictures,
-    references,
     wording,
 )
 from leakgauge.report.charts import Chart
@@ -79,29 +78,21 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     _heading(pdf, "Threat model")
     _text(pdf, contents.threat_sentence(result))
     if known := contents.knowledge(result):
-        _table(
-            pdf,
-            ("Knowledge", "What it is", "Attacker"),
-            [(k.item, k.words, "holds" if k.held else "does not hold") for k in known],
-            (2, 6, 2),
-        )
+        held = [(k.item, k.words, "holds" if k.held else "does not hold") for k in known]
+        _table(pdf, ("Knowledge", "What it is", "Attacker"), held, (2, 6, 2))
     _heading(pdf, "Scope")
     _facts(pdf, contents.scope(result))
     _coverage(pdf, result)
     _heading(pdf, "Limits")
     _list(pdf, contents.limits(result, images))
     _heading(pdf, "Realism ledger")
-    _table(
-        pdf,
-        ("Tag", "Meaning", "Rows", "Highest median", "In the verdict"),
-        [
-            (line.realism, line.meaning, str(line.rows), line.highest, _yes(line.counts))
-            for line in contents.ledger(result)
-        ],
-        (2, 7, 1, 2, 2),
-    )
+    yes = {True: "yes", False: "never"}
+    ledger = contents.ledger(result)
+    rows = [(x.realism, x.meaning, str(x.rows), x.highest, yes[x.counts]) for x in ledger]
+    header = ("Tag", "Meaning", "Rows", "Highest median", "In the verdict")
+    _table(pdf, header, rows, (2, 7, 1, 2, 2))
     _heading(pdf, "References")
-    _list(pdf, [f"{paper.line()} {paper.link}" for paper in references.used(result)])
+    _list(pdf, [f"{paper.line()} {paper.link}" for paper in result.references])
     _heading(pdf, "Annex")
     _facts(pdf, annex.annex(result, folder))
     _text(pdf, annex.plan_text(result.plan), font="mono", size=7)
@@ -161,21 +152,13 @@ def _first_page(pdf: FPDF, result: Result, folder: Path, images: Images) -> None
     _worst_and_next(pdf, result, folder, images)
     if defences := first_screen.defence_verdicts(result):
         _heading(pdf, "The verdict on each defence")
-        _table(
-            pdf,
-            ("Defence", "Verdict", "What was found"),
-            [
-                (
-                    f"{line.defence} {line.settings}".rstrip(),
-                    line.outcome,
-                    "\n".join(f"{kind}: {state}. {words}" for kind, words, state in line.kinds)
-                    or "nothing was measured",
-                )
-                for line in defences
-            ],
-            (3, 2, 9),
-            tones={1: TONES},
-        )
+        rows = []
+        for line in defences:
+            found = "\n".join(f"{kind}: {state}. {words}" for kind, words, state in line.kinds)
+            name = f"{line.defence} {line.settings}".rstrip()
+            rows.append((name, line.outcome, found or "nothing was measured"))
+        header = ("Defence", "Verdict", "What was found")
+        _table(pdf, header, rows, (3, 2, 9), tones={1: TONES})
     levels = "; ".join(f"{level}, {meaning}" for level, meaning in contents.RISKS.items())
     pdf.ln(2)
     _text(
@@ -326,11 +309,11 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     _heading(pdf, "Reconstructions", height)
     chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=pictures.Pair.order)
     known = sum(pair.truth is not None for pair in chosen)
-    blur = ", blurred" if images == "blur" else ""
-    words = f"The truth on the left, the guess on the right{blur}. " if known else ""
+    both, it = (", both blurred", ", blurred") if images == "blur" else ("", "")
+    words = f"The truth on the left, the guess on the right{both}. " if known else ""
     if known < len(chosen):
         who = "Some guesses stand" if known else "Each guess stands"
-        words += f"{who} alone{blur}: {contents.NOT_SCORED}. "
+        words += f"{who} alone{it}: {contents.NOT_SCORED}. "
     words += f"{len(chosen)} of {len(found)}" + (" pairs, the worst leak first." if known else ".")
     _text(pdf, words, colour=MUTED)
     pdf.ln(2)
@@ -585,7 +568,3 @@ def _known(pdf: FPDF, text: str) -> str:
     """The text with a box for each character that the fonts lack."""
     known = pdf.fonts["sans"].cmap  # type: ignore[union-attr]
     return "".join(c if c in "\n" or ord(c) in known else "□" for c in wording.tidy(text))
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "never"

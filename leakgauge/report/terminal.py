@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from leakgauge.audit.results import Measured, Result, Row
 from leakgauge.report import contents, first_screen, wording
@@ -36,17 +37,17 @@ def summary_table(result: Result) -> Group:
     others = _table(
         result,
         "Other metrics",
-        escape(contents.directions(result)),
+        None,
         [escape(metric.label) for metric in metrics],
         ((row, [escape(contents.beside(found, m)) for m in metrics]) for row, found in measured),
     )
-    return Group(leaks, "", others)
+    return Group(leaks, "", others, Text(contents.directions(result), "table.caption"))
 
 
 def _table(
     result: Result,
     title: str,
-    caption: str,
+    caption: str | None,
     columns: Iterable[str],
     rows: Iterable[tuple[Row, list[str]]],
 ) -> Table:

@@ -11,13 +11,35 @@ iterating p ← (p + τ∇u) / (1 + τ|∇u|), u = div p − g/weight. It flatte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, count, option
 from leakgauge.records import Record, pictures
 
+RUDIN = Paper(
+    "rudin1992",
+    "Rudin, Leonid I. and Osher, Stanley and Fatemi, Emad",
+    "Nonlinear total variation based noise removal algorithms",
+    1992,
+    "Physica D: Nonlinear Phenomena",
+    "https://doi.org/10.1016/0167-2789(92)90242-F",
+    kind="article",
+    fields=(("volume", "60"), ("pages", "259--268")),
+)
+CHAMBOLLE = Paper(
+    "chambolle2004",
+    "Chambolle, Antonin",
+    "An Algorithm for Total Variation Minimization and Applications",
+    2004,
+    "Journal of Mathematical Imaging and Vision",
+    "https://doi.org/10.1023/B:JMIV.0000011325.36760.1e",
+    kind="article",
+    fields=(("volume", "20"), ("pages", "89--97")),
+)
 STEP = 0.248  # τ: the iteration converges up to 1/4
 
 
@@ -27,6 +49,7 @@ class TotalVariation:
 
     weight: float = option(0.05, FROM_0)
     iterations: int = option(100, count(100_000))
+    papers: ClassVar[tuple[Paper, ...]] = (RUDIN, CHAMBOLLE)
 
     def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor:
         pictures(record)

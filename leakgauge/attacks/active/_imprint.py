@@ -55,8 +55,9 @@ def reader(model: nn.Module, target: Target) -> Reader:
     Convolutions in front of it are changed in `model`: each hands the image on. The first also
     undoes the normalisation, so that no pixel is negative and a ReLU between them changes nothing.
     """
-    probe = torch.rand(2, *target.record.shape, generator=torch.Generator().manual_seed(0))
-    pixels = prod(target.record.shape)
+    shape = pictures(target.record).shape
+    probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    pixels = prod(shape)
     runs = _watch(model, target, probe)
     at = next((i for i, run in enumerate(runs) if isinstance(run.module, nn.Linear)), None)
     if at is None:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from leakgauge.attacks._layers import gradient_sum, shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.records import pictures
 from leakgauge.types import (
@@ -53,6 +54,16 @@ from leakgauge.types import (
     Reconstruction,
     Resources,
     Target,
+)
+
+PAPER = Paper(
+    "fowl2023",
+    "Fowl, Liam and Geiping, Jonas and Reich, Steven and Wen, Yuxin and Czaja, Wojciech and "
+    "Goldblum, Micah and Goldstein, Tom",
+    "Decepticons: Corrupted Transformers Breach Privacy in Federated Learning for Language Models",
+    2023,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2201.12675",
 )
 
 
@@ -67,6 +78,7 @@ class Decepticons:
     `tolerance` is the relative error up to which a row is believed to show a single token.
     """
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     scale: float | None = option(None, POSITIVE)
     voice: float = option(1.0, POSITIVE)
     tolerance: float = option(2e-2, POSITIVE)

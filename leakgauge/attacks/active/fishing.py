@@ -43,7 +43,9 @@ from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import minibatches, ready
+from leakgauge.papers import Paper
 from leakgauge.ranges import FINITE, FROM_0, POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.types import (
     Kept,
     Knowledge,
@@ -55,11 +57,21 @@ from leakgauge.types import (
     Target,
 )
 
+PAPER = Paper(
+    "wen2022",
+    "Wen, Yuxin and Geiping, Jonas and Fowl, Liam and Goldblum, Micah and Goldstein, Tom",
+    "Fishing for User Data in Large-Batch Federated Learning via Gradient Magnification",
+    2022,
+    "International Conference on Machine Learning",
+    "https://arxiv.org/abs/2202.00580",
+)
+
 
 @dataclass(frozen=True)
 class Fishing:
     """One record's gradient drowns all others (Wen 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     by: Literal["class", "feature"] = "class"
     label: int = option(0, count(1_000_000, 0))  # the class c
     bias: float = option(1000.0, FROM_0)  # β
@@ -82,7 +94,7 @@ class Fishing:
                 f"label is {self.label}; expected a class from 0 to {target.task.count - 1}"
             )
         model = copy.deepcopy(target.model)
-        layer = last_linear(model, target.record.shape)
+        layer = last_linear(model, pictures(target.record).shape)
         if layer.weight is None or layer.bias is None:
             raise NotApplicable(
                 "fishing changes and reads the weight and the bias of the last layer, and in "

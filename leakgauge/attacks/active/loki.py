@@ -46,6 +46,7 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import NotApplicable
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
@@ -61,10 +62,23 @@ from leakgauge.types import (
 IMPRINT = "imprint.fc1.weight"
 
 
+PAPER = Paper(
+    "zhao2024",
+    "Zhao, Joshua C. and Sharma, Atul and Elkordy, Ahmed Roushdy and Ezzeldin, Yahya H. and "
+    "Avestimehr, Salman and Bagchi, Saurabh",
+    "{LOKI}: Large-scale Data Reconstruction Attack against Federated Learning through Model "
+    "Manipulation",
+    2024,
+    "IEEE Symposium on Security and Privacy",
+    "https://arxiv.org/abs/2303.12233",
+)
+
+
 @dataclass(frozen=True)
 class Loki:
     """Separate bins per client survive averaging (Zhao 2024)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     bins: int = option(512, count(100_000, 2))
     functional: Functional = "mean"
     gain: float = option(1.0, POSITIVE)  # of the layer behind the imprint

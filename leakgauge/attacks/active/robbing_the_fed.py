@@ -48,6 +48,7 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
@@ -59,11 +60,21 @@ from leakgauge.types import (
     Target,
 )
 
+PAPER = Paper(
+    "fowl2022",
+    "Fowl, Liam and Geiping, Jonas and Czaja, Wojciech and Goldblum, Micah and Goldstein, Tom",
+    "Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models",
+    2022,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2110.13057",
+)
+
 
 @dataclass(frozen=True)
 class RobbingTheFed:
     """An extra layer sorts images into bins (Fowl 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     form: Literal["parameters", "block"] = "parameters"
     bins: int | None = option(None, count(100_000, 2))  # None: every unit; 512 in a block
     functional: Functional = "mean"

@@ -38,6 +38,7 @@ from torch import Tensor
 from leakgauge.attacks._layers import gradient_sum
 from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import pictures
 from leakgauge.tensors import parameters
@@ -59,10 +60,21 @@ from leakgauge.types import (
 EVERY = 250  # steps between two checkpoints
 
 
+PAPER = Paper(
+    "garov2024",
+    "Garov, Kostadin and Dimitrov, Dimitar I. and Jovanović, Nikola and Vechev, Martin",
+    "Hiding in Plain Sight: Disguising Data Stealing Attacks in Federated Learning",
+    2024,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2306.03013",
+)
+
+
 @dataclass(frozen=True)
 class Seer:
     """A trained model lets one record through (Garov 2024)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     steps: int = option(2500, count(10_000_000))
     lr: float = 1e-3
     side: int = option(8, count(1_024))

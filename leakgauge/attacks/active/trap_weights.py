@@ -41,6 +41,7 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, Range, count, option
 from leakgauge.records import pictures
 from leakgauge.types import (
@@ -52,11 +53,22 @@ from leakgauge.types import (
     Target,
 )
 
+PAPER = Paper(
+    "boenisch2023",
+    "Boenisch, Franziska and Dziedzic, Adam and Schuster, Roei and Shamsabadi, Ali Shahin and "
+    "Shumailov, Ilia and Papernot, Nicolas",
+    "When the Curious Abandon Honesty: Federated Learning Is Not Private",
+    2023,
+    "IEEE European Symposium on Security and Privacy",
+    "https://arxiv.org/abs/2112.02918",
+)
+
 
 @dataclass(frozen=True)
 class TrapWeights:
     """Rows that only one record switches on (Boenisch 2023)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     rows: int | None = option(None, count(100_000))  # None: every unit of the layer
     scale: float = option(0.95, Range(0, 1, open=True))
     sigma: float = option(0.5, POSITIVE)
