@@ -211,6 +211,15 @@ def _from_3(old: Table) -> Table:
     }
 
 
+def _rescaled(plan: Table) -> Table:
+    """Schema 3 normalised in the table of the training."""
+    federation = convert(plan.get("federation", {}), Table, "result.plan.federation")
+    path = "result.plan.federation.training"
+    training = convert(federation.get("training", {}), Table, path)
+    scale = {key: training[key] for key in ("mean", "std") if key in training}
+    return plan | {"federation": federation | {"record": scale}}
+
+
 def _trial_from_3(old: Table, path: str) -> Table:
     if old.get("status") != "done":
         return old
