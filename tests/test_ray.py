@@ -121,11 +121,11 @@ def test_forty_trials_on_two_workers_are_those_of_two_processes(two_cpus, tmp_pa
 
 
 def deadly(tmp_path: Path, times: int):
-    from leakgauge.audit.bench import rng_of
+    from leakgauge.tensors import seeded
 
     marks = tmp_path / f"marks{times}"
     marks.mkdir()
-    attack = Deadly(marks, rng_of(2, "attack/deadly").initial_seed(), times)
+    attack = Deadly(marks, seeded(2, "attack/deadly").initial_seed(), times)
     plan = parse(TINY | {"defence": [{"name": "none"}]}, "tiny", tmp_path)
     return dataclasses.replace(plan, attacks={"deadly": attack}, asked=("deadly",))
 

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-import leakgauge
+from leakgauge._version import __version__
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.engine import Engine, News, Tell
@@ -109,14 +109,14 @@ def _join(ray: ModuleType, address: str, quiet: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """What must be the same on every node for the same results."""
-    root = Path(leakgauge.__file__).parent
+    root = Path(__file__).parents[1]
     code = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         code.update(f"{file.relative_to(root)} ".encode() + file.read_bytes())
     return {
         "python": platform.python_version().rpartition(".")[0],
         "torch": torch.__version__.partition("+")[0],
-        "leakgauge": f"{leakgauge.__version__} (code {code.hexdigest()[:8]})",
+        "leakgauge": f"{__version__} (code {code.hexdigest()[:8]})",
     }
 
 
