@@ -9,6 +9,7 @@ same way. Ray starts nothing again by itself: whose worker died is for the audit
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import os
 import pickle
@@ -29,7 +30,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-import leakgauge
+from leakgauge._version import __version__
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.engine import Engine, News, Tell
@@ -109,14 +110,14 @@ def _join(ray: ModuleType, address: str, quiet: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """What must be the same on every node for the same results."""
-    root = Path(leakgauge.__file__).parent
+    root = Path(__file__).parents[1]
     code = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         code.update(f"{file.relative_to(root)} ".encode() + file.read_bytes())
     return {
         "python": platform.python_version().rpartition(".")[0],
         "torch": torch.__version__.partition("+")[0],
-        "leakgauge": f"{leakgauge.__version__} (code {code.hexdigest()[:8]})",
+        "leakgauge": f"{__version__} (code {code.hexdigest()[:8]})",
     }
 
 
@@ -199,18 +200,16 @@ def _worker() -> type:
     class Worker:
         def prepare(self, parcel: Parcel) -> Iterator[object]:
             try:
-                from leakgauge.integrations.ray import prepared
+                self.ours = importlib.import_module("leakgauge.integrations.ray")
             except ImportError as error:
                 yield ImportError(f"{error}, on {platform.node()}")
                 return
             self.folder = tempfile.mkdtemp(prefix="leakgauge-")
-            self.bench: Any = prepared(parcel, Path(self.folder))
+            self.bench = self.ours.prepared(parcel, Path(self.folder))
             yield self.bench if isinstance(self.bench, Exception) else "ready"
 
         def run(self, case: Case) -> Iterator[object]:
-            from leakgauge.integrations.ray import streamed
-
-            yield from streamed(self.bench, case)
+            yield from self.ours.streamed(self.bench, case)
 
         def leave(self) -> None:
             shutil.rmtree(self.folder, ignore_errors=True)
