@@ -363,7 +363,7 @@ def test_ctrl_c_ends_its_own_ray_and_leaves_a_valid_result(tmp_path):
     )
     command = [sys.executable, "-m", "leakgauge.cli", "audit", "plan.toml", "--out", "out"]
     process = subprocess.Popen(
-        [*command, "--engine", "ray", "--jobs", "2"],
+        [*command, "--engine", "ray", "--jobs", "2", "--budget", "1h"],
         cwd=tmp_path, env=os.environ | {"LEAKGAUGE_TEST": mark}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
