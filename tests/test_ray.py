@@ -27,7 +27,7 @@ import torch
 from leakgauge import models
 from leakgauge.attacks import Analytic
 from leakgauge.audit import Store, Watch, parse, read, run
-from leakgauge.audit.bench import Bench
+from leakgauge.audit.bench import Bench, rng_of
 from leakgauge.errors import InputError, MissingExtra, PlanError
 from leakgauge.integrations import ray as ours
 
@@ -86,9 +86,7 @@ class Deadly:
 
 @dataclass(frozen=True)
 class Refusing:
-    """An error of what the user gave, or an end of the process, where only a worker meets it."""
-
-    leave: bool
+    """An error in what the user gave, which only a worker meets."""
 
     def announced(self):
         return {}
@@ -100,8 +98,6 @@ class Refusing:
         return update
 
     def on_batch(self, batch, here, rng):
-        if self.leave:
-            sys.exit(0)
         raise InputError("not like this")
 
 
@@ -120,42 +116,31 @@ def test_forty_trials_on_two_workers_are_those_of_two_processes(two_cpus, tmp_pa
     assert said == []
 
 
-def deadly(tmp_path: Path, times: int):
-    from leakgauge.tensors import seeded
-
-    marks = tmp_path / f"marks{times}"
-    marks.mkdir()
-    attack = Deadly(marks, seeded(2, "attack/deadly").initial_seed(), times)
+def test_killed_workers_change_nothing_else(two_cpus, tmp_path):
+    """A trial whose worker is killed is tried once more; one that is killed twice has failed."""
+    begun, ended, attacks = [], [], {}
+    for name, times in (("once", 1), ("always", 9)):
+        (tmp_path / name).mkdir()
+        seed = seeded(2, f"attack/{name}").initial_seed()
+        attacks[name] = Deadly(tmp_path / name, seed, times)
     plan = parse(TINY | {"defence": [{"name": "none"}]}, "tiny", tmp_path)
-    return dataclasses.replace(plan, attacks={"deadly": attack}, asked=("deadly",))
-
-
-def test_a_worker_that_is_killed_changes_nothing(two_cpus, tmp_path):
-    begun, ended = [], []
+    plan = dataclasses.replace(plan, attacks=attacks, asked=tuple(attacks))
     watch = Watch(
         begin=lambda case: begun.append(case.id), end=lambda case, trial: ended.append(case.id)
     )
-    for name, times in (("calm", 0), ("killed", 1)):
-        store = Store(tmp_path / name)
-        run(deadly(tmp_path, times), store, engine=ours.engine(None), watch=watch)
-    assert len(list((tmp_path / "marks1").iterdir())) == 1
-    calm, killed = (kept(tmp_path / name) for name in ("calm", "killed"))
-    for trial in (*calm.values(), *killed.values()):
-        if isinstance(trial, dict):
-            del trial["fingerprint"]  # of two plans
-    assert killed == calm
-    assert sorted(begun) == sorted(ended) == sorted([*set(ended)] * 2)
-
-
-def test_a_trial_whose_worker_is_killed_twice_has_failed(two_cpus, tmp_path):
-    result = run(deadly(tmp_path, 9), Store(tmp_path / "out"), engine=ours.engine(None))
-    assert {t.seed: t.status for t in result.trials} == {
-        0: "done",
-        1: "done",
-        2: "failed",
-        3: "done",
-    }
-    assert len(list((tmp_path / "marks9").iterdir())) == 2
+    result = run(plan, Store(tmp_path / "ray"), engine=ours.engine(None), watch=watch)
+    failed = "round0.none.always.seed2"
+    assert [t.id for t in result.trials if t.status != "done"] == [failed]
+    assert sorted(begun) == sorted(ended) == sorted(t.id for t in result.trials)
+    assert [len(list((tmp_path / name).iterdir())) for name in attacks] == [1, 2]
+    for name in attacks:  # marks enough: nobody dies any more
+        for i in range(9):
+            (tmp_path / name / str(i)).touch()
+    run(plan, Store(tmp_path / "calm"))
+    calm, killed = (kept(tmp_path / name) for name in ("calm", "ray"))
+    assert "killed twice" in killed.pop(f"{failed}.json")["error"]
+    assert killed.items() <= calm.items()
+    assert {key.partition(failed)[1] for key in calm.keys() - killed.keys()} == {failed}
 
 
 @pytest.mark.parametrize("first", ["here", "ray"])
@@ -260,27 +245,18 @@ def test_code_beside_the_plan_travels_within_reason(tmp_path, monkeypatch):
 # What goes wrong.
 
 
-def refusing(folder: Path, leave: bool):
-    plan = parse(TINY | {"defence": [{"name": "none"}]}, "tiny", folder)
-    return dataclasses.replace(plan, defences={"none": None, "mine": Refusing(leave)})
+def test_an_error_of_the_user_is_raised_as_it_is(two_cpus, tmp_path):
+    plan = parse(TINY | {"defence": [{"name": "none"}]}, "tiny", tmp_path)
+    plan = dataclasses.replace(plan, defences={"none": None, "mine": Refusing()})
+    with pytest.raises(InputError, match="not like this"):
+        run(plan, Store(tmp_path / "out"), engine=ours.engine(None))
 
 
-@pytest.mark.parametrize(
-    ("leave", "error", "words"),
-    [(False, InputError, "not like this"), (True, PlanError, r"sys.exit\(0\)")],
-)
-def test_an_error_of_the_user_is_raised_as_it_is(two_cpus, tmp_path, leave, error, words):
-    with pytest.raises(error, match=words):
-        run(refusing(tmp_path, leave), Store(tmp_path / "out"), engine=ours.engine(None))
-
-
-def test_a_worker_with_other_versions_is_refused(two_cpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(ours, "versions", lambda: {"torch": "1.0"})
-    with pytest.raises(
-        PlanError, match=r"has \{'torch': '1.0'\}, but the worker on .* 'leakgauge'"
-    ):
-        run(parse(TINY, "tiny", tmp_path), Store(tmp_path / "out"), engine=ours.engine(None))
-    assert not (tmp_path / "out").exists()
+def test_a_worker_with_other_versions_is_refused(tmp_path):
+    refused = ours.prepared(({"torch": "1.0"}, b"", {}), tmp_path)
+    assert isinstance(refused, PlanError)
+    assert "the audit has {'torch': '1.0'}, but the worker on" in str(refused)
+    assert str(ours.versions()) in str(refused)
 
 
 BLIND = """
@@ -310,7 +286,12 @@ def test_a_node_without_leakgauge_is_named(two_cpus, tmp_path):
         engine._class = ray.remote(Blind)
         engine.start()
         with pytest.raises(PlanError, match=r"cannot run trials \(.*leakgauge.*, on .*install"):
-            list(engine.news(print))
+            drained(engine)
+
+
+def drained(engine):
+    for _ in range(60):
+        list(engine.news(print))
 
 
 def test_a_gpu_is_refused(two_cpus, tmp_path):
@@ -380,15 +361,16 @@ def test_ctrl_c_ends_its_own_ray_and_leaves_a_valid_result(tmp_path):
         "iterations = 100000\n[audit]\nseeds = [0, 1]\ngallery = 20\nexact = false\n"
         "control = false\nexplain = false\n"
     )
-    command = [sys.executable, "-m", "leakgauge", "audit", "plan.toml", "--out", "out"]
+    command = [sys.executable, "-m", "leakgauge.cli", "audit", "plan.toml", "--out", "out"]
     process = subprocess.Popen(
-        [*command, "--engine", "ray", "--jobs", "2"],
+        [*command, "--engine", "ray", "--jobs", "2", "--budget", "1h"],
         cwd=tmp_path, env=os.environ | {"LEAKGAUGE_TEST": mark}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     trials = tmp_path / "out" / "trials"
     while process.poll() is None and len(list(trials.glob("*.json"))) < 2:
         time.sleep(0.05)
+    assert process.poll() is None, process.communicate()
     assert len(alive(mark)) > 2
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

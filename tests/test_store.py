@@ -142,6 +142,18 @@ def test_nothing_is_written_before_the_first_trial(tmp_path):
     }
 
 
+def test_a_trial_counts_only_after_its_pictures(tmp_path):
+    def pictures():
+        yield "images/one/sheet.png", b"png"
+        raise KeyboardInterrupt
+
+    store = opened(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        store.keep(trial(), pictures())
+    assert (tmp_path / "images" / "one" / "sheet.png").read_bytes() == b"png"
+    assert not (tmp_path / "trials").exists()
+
+
 def test_a_trial_is_read_back(tmp_path):
     opened(tmp_path).keep(trial())
     again, said = opened(tmp_path, resume=True), []

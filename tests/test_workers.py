@@ -19,7 +19,7 @@ from leakgauge.attacks import Analytic
 from leakgauge.audit import Store, Watch, parse, read, run
 from leakgauge.audit.bench import Done
 from leakgauge.audit.cases import Case
-from leakgauge.audit.engine import Crew, Hooks, next_of
+from leakgauge.audit.engine import Crew, Here, Hooks, next_of
 from leakgauge.audit.results import Times, Trial
 from leakgauge.audit.workers import Processes
 from leakgauge.config import plain
@@ -135,6 +135,29 @@ def test_cases_are_shared_out_and_a_killed_worker_is_replaced(tmp_path: Path) ->
     assert "not this" not in steps
     assert sorted(begun) == sorted(names[1:])  # once each, however often it was tried
     assert sorted(ended) == sorted(set(names[1:]) - {"die always"})
+
+
+def test_a_trial_is_known_before_the_next_is_asked_for_and_kept_before_it_is_shown() -> None:
+    """The budget counts it; and whoever is killed at the next one has not lost it."""
+    events: list[str] = []
+
+    class Bench:
+        def run(self, case: Case, progress: Any) -> Done:
+            events.append(f"run {case.attack}")
+            times = Times(0.0, 0.0)
+            return Done(Trial("", "trial", 0, "", "", 0, "realistic", "failed", "", times))
+
+    hooks = hooked(
+        may_start=lambda case: events.append(f"may {case.attack}") or True,
+        ended=lambda case, done: events.append(f"ended {case.attack}"),
+        begin=lambda case: events.append(f"begin {case.attack}"),
+    )
+    for one, _ in Crew(Here(Bench()), hooks).run([case("a", Path()), case("b", Path())]):
+        events.append(f"kept {one.attack}")
+    assert events == [
+        "may a", "begin a", "run a", "ended a", "may b", "kept a", "begin b", "run b", "ended b",
+        "kept b",
+    ]  # fmt: skip
 
 
 def test_workers_that_die_before_their_first_case_end_the_audit(tmp_path: Path) -> None:

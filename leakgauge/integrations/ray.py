@@ -9,6 +9,7 @@ same way. Ray starts nothing again by itself: whose worker died is for the audit
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import os
 import pickle
@@ -199,18 +200,16 @@ def _worker() -> type:
     class Worker:
         def prepare(self, parcel: Parcel) -> Iterator[object]:
             try:
-                from leakgauge.integrations.ray import prepared
+                self.ours = importlib.import_module("leakgauge.integrations.ray")
             except ImportError as error:
                 yield ImportError(f"{error}, on {platform.node()}")
                 return
             self.folder = tempfile.mkdtemp(prefix="leakgauge-")
-            self.bench: Any = prepared(parcel, Path(self.folder))
+            self.bench = self.ours.prepared(parcel, Path(self.folder))
             yield self.bench if isinstance(self.bench, Exception) else "ready"
 
         def run(self, case: Case) -> Iterator[object]:
-            from leakgauge.integrations.ray import streamed
-
-            yield from streamed(self.bench, case)
+            yield from self.ours.streamed(self.bench, case)
 
         def leave(self) -> None:
             shutil.rmtree(self.folder, ignore_errors=True)
