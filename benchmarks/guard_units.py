@@ -33,11 +33,12 @@ from leakgauge.config import build, choose
 from leakgauge.defences import ClipAndNoise
 from leakgauge.detectors import fires
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl import Scenario, aggregate, simulate, tampered, target
-from leakgauge.fl.local import train, unnormalised
+from leakgauge.fl import Scenario, aggregate, setting, simulate, tampered, target
+from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy, Verdict
+from leakgauge.records import Scale, record_of
 from leakgauge.tensors import norm, parameters, subtract
-from leakgauge.types import Batch, Dataset, LocalTraining, Target, ThreatModel
+from leakgauge.types import Batch, Dataset, LocalTraining, Setting, Target, ThreatModel
 
 CLIENTS = 4
 PROBED = 64  # records of which the attacks' recoveries are counted
@@ -51,7 +52,7 @@ Make = Callable[[], nn.Module]
 def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     """One federation, every client behind its own guard; its checks, benign and attacked."""
     rng = _rng(seed, case.id)
-    training = _training(case, data.private)
+    training, scale = _training(case), _scale(data.private)
     make = _maker(case, data)
     model = _started(make, case, data, rng)
     defence = ClipAndNoise(case.epsilon, norm=0.5) if case.epsilon else None
@@ -61,7 +62,7 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
     attacked: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         guards = [
-            {name: Guard(make, training, policy=p, store=Path(folder, f"{k}-{name}"),
+            {name: Guard(make, training, scale=scale, policy=p, store=Path(folder, f"{k}-{name}"),
                          secret=f"{seed}/{k}".encode())
              for name, p in chosen.items()}
             for k in range(CLIENTS)
@@ -72,12 +73,13 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
             if case.attacks and index == 0:
                 attacked += _attacked(case, model, data, shards, guards, missed, met, index, rng)
             trained, sizes = [], []
+            own = _setting(model, data.private)
             for k, mine in enumerate(guards):
                 if case.partition == "dirichlet" and index == 1 + k % 3:
                     missed[k] = {name: count + 1 for name, count in missed[k].items()}
                     continue  # sits this round out
                 truth = _draw(data.private, shards[k], case.batch * case.steps, rng)
-                local = train(model, truth, training, rng, defence)
+                local = train(own, truth, training, rng, defence)
                 trained.append(local)
                 sizes.append(len(truth))
                 for name, guard in mine.items():
@@ -113,14 +115,14 @@ def _attacked(
 ) -> Iterator[dict[str, Any]]:
     """Every attack on this network, made from this model, checked by two of the clients."""
     training = guards[0][""].training
-    classes, records = len(data.private.classes), case.batch * case.steps
-    held = Target(model, data.shape, classes, training, records, CLIENTS, data.public)
+    records = case.batch * case.steps
+    held = Target(_setting(model, data.private), training, records, CLIENTS, data.public)
     for variant in VARIANTS:
         if case.host not in variant.hosts:
             continue
         facts = {"attack": variant.name, "host": case.host, "round": index}
         try:
-            sent = _attack(variant, data.public).tamper(held, rng)
+            sent = _attack(variant, data.public).prepare(held, rng)
         except (NotApplicable, InputError) as reason:  # such as too few public images
             yield facts | {"policy": "", "decision": None, "reason": str(reason)}
             continue
@@ -143,16 +145,19 @@ def recover(variant: Variant, data: Data, seed: int, policy: Policy) -> dict[str
         rng = _rng(seed, variant.name, run)
         batch = _draw(data.private, torch.arange(len(data.private)), PROBED, rng)
         private = Dataset("batch", batch.inputs, batch.labels, data.private.classes)
-        training = replace(_training(case, private), batch_size=len(batch), steps=1)
-        round_ = simulate(Scenario(make, private, training), rng)
+        training = replace(_training(case), batch_size=len(batch), steps=1)
+        scale = _scale(private)
+        round_ = simulate(Scenario(make, private, training, scale=scale), rng)
         attack = _attack(variant, data.public)
-        sent = attack.tamper(target(round_, data.public), rng)
+        sent = attack.prepare(target(round_, data.public), rng)
         round_ = tampered(round_, sent, rng)
-        guess = attack.reconstruct(threat.observe(round_, ThreatModel(malicious=True)), rng)
+        seen = threat.observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+        guess = attack.reconstruct(seen, rng)
         truth = round_.truths[0].inputs
         pairs = metrics.assign.optimal(guess.inputs, truth)
         scores = metrics.psnr(guess.inputs[pairs[pairs >= 0]], truth[pairs >= 0])
-        guard = Guard(make, training, policy=policy, secret=f"{seed}/{run}".encode())
+        secret = f"{seed}/{run}".encode()
+        guard = Guard(make, training, scale=scale, policy=policy, secret=secret)
         verdict = guard.check(sent.models[0].state_dict(), batch, first=True)
         share = next((d.score for d in verdict.detections if d.test == "isolation"), None)
         said = None if share is None else share * len(batch)
@@ -165,8 +170,9 @@ def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     """What a server that has studied the guard reads of 64 images, and what the guard says."""
     case: Studied = STUDIED[name]
     classes = len(data.private.classes)
-    training = replace(_training(Federation("mlp"), data.private), batch_size=PROBED, steps=1)
-    training = case.training(training)
+    training = case.training(replace(_training(Federation("mlp")), batch_size=PROBED, steps=1))
+    scale = _scale(data.private)
+    record = record_of(data.private.inputs, scale)
 
     def make() -> Host:
         return Host(case.kind, data.shape, classes)
@@ -178,12 +184,13 @@ def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
             torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=rng)))
             model = make()
         few = part(data.public, torch.arange(min(2000, len(data.public))))
-        read = case.tamper(model, few, training, rng)
+        read = case.tamper(model, record.entering(few.inputs), training, rng)
         batch = _draw(data.private, torch.arange(len(data.private)), PROBED, rng)
-        update = train(model, batch, training, rng).update
+        update = train(_setting(model, data.private), batch, training, rng).update
         spread = NOISE * norm(update) / sum(v.numel() for v in update.values()) ** 0.5
         noised = {n: v + spread * torch.randn(v.shape, generator=rng) for n, v in update.items()}
-        guard = Guard(make, training, policy=policy, secret=f"{seed}/{run}".encode())
+        secret = f"{seed}/{run}".encode()
+        guard = Guard(make, training, scale=scale, policy=policy, secret=secret)
         verdict = guard.check(model.state_dict(), batch, first=True)
         share = next((d.score for d in verdict.detections if d.test == "isolation"), 0.0)
         line: dict[str, Any] = {
@@ -191,7 +198,7 @@ def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
             "fired": [d.test for d in verdict.fired],
         }
         for word, sent in (("plain", update), ("noised", noised)):
-            guess = unnormalised(read(sent).float(), training).clamp(0, 1)
+            guess = record.leaving(read(sent).float()).clamp(0, 1)
             pairs = metrics.assign.optimal(guess, batch.inputs)
             psnr = metrics.psnr(guess[pairs[pairs >= 0]], batch.inputs[pairs >= 0])
             line |= {word: int((psnr > RECOVERED).sum()), f"{word}_seen": int((psnr > SEEN).sum())}
@@ -203,15 +210,16 @@ def cost(host: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     """CPU seconds of a check with a memory, and of one local epoch of 2000 records."""
     case, rng = Federation(host), _rng(seed, "cost", host)
     make = _maker(case, data)
-    training = _training(case, data.private)
+    training, scale = _training(case), _scale(data.private)
     model = _started(make, case, data, rng)
     records = min(EPOCH, len(data.private))
     truth = _draw(data.private, torch.arange(len(data.private)), records, rng)
     began = time.process_time()
-    local = train(model, truth, replace(training, epochs=1), rng)
+    own = _setting(model, data.private)
+    local = train(own, truth, replace(training, epochs=1), rng)
     epoch = (time.process_time() - began) * EPOCH / records
     held = _first(truth, case.batch * case.steps)
-    guard = Guard(make, training, policy=policy, secret=b"cost")
+    guard = Guard(make, training, scale=scale, policy=policy, secret=b"cost")
     verdict = guard.check(model.state_dict(), held, first=True)
     if verdict.train:
         guard.remember(verdict, subtract(parameters(model), local.update) | local.buffers)
@@ -246,12 +254,19 @@ def _rng(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _training(case: Federation, private: Dataset) -> LocalTraining:
-    """Normalised by the private set's own mean and spread; as many steps as the case says."""
-    mean = tuple(round(v, 4) for v in private.inputs.mean((0, 2, 3)).tolist())
-    std = tuple(round(v, 4) for v in private.inputs.std((0, 2, 3)).tolist())
-    options = OPTIMISERS[case.optimiser]
-    return LocalTraining(batch_size=case.batch, steps=case.steps, mean=mean, std=std, **options)
+def _training(case: Federation) -> LocalTraining:
+    return LocalTraining(batch_size=case.batch, steps=case.steps, **OPTIMISERS[case.optimiser])
+
+
+def _scale(records: Dataset) -> Scale:
+    """By the set's own mean and spread."""
+    mean = tuple(round(v, 4) for v in records.inputs.mean((0, 2, 3)).tolist())
+    std = tuple(round(v, 4) for v in records.inputs.std((0, 2, 3)).tolist())
+    return Scale(mean, std)
+
+
+def _setting(model: nn.Module, records: Dataset) -> Setting:
+    return setting(model, records.inputs, len(records.classes), _scale(records))
 
 
 def _maker(case: Federation, data: Data) -> Make:
@@ -274,10 +289,9 @@ def _started(make: Make, case: Federation, data: Data, rng: torch.Generator) -> 
     if case.start == "pretrained":
         public = Batch(data.public.inputs, data.public.labels)
         size = min(64, len(public))
-        central = replace(
-            _training(case, data.public), batch_size=size, steps=100, order="shuffled"
-        )
-        local = train(model, public, central, rng)
+        central = replace(_training(case), batch_size=size, steps=100, order="shuffled")
+        own = _setting(model, data.public)
+        local = train(own, public, central, rng)
         state = subtract(parameters(model), local.update) | local.buffers
         model.load_state_dict(state)
     return model

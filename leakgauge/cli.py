@@ -146,7 +146,21 @@ def audit(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the audit in that folder.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials at a time, one process each.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Trials at a time, one process each (default: 1; with Ray one per free CPU).",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where trials run: processes here, or Ray.")
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(help="A Ray cluster: auto or HOST:PORT (default: a Ray on this machine)."),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(help="Start no trial beyond this time: 90s, 10m, 2h (default: the plan's)."),
@@ -165,14 +179,19 @@ def audit(
     from leakgauge import audit as audits
     from leakgauge import report
     from leakgauge.audit.document import duration
+    from leakgauge.audit.workers import local
+    from leakgauge.integrations import ray
     from leakgauge.report import terminal
 
     if (plan is None) != demo:
         raise PlanError("give either the path of a plan or --demo")
     if resume and overwrite:
         raise PlanError("give either --resume or --overwrite")
+    if address is not None and engine != "ray":
+        raise PlanError("--address names a Ray cluster: give --engine ray with it")
     if pdf:
         report.pdf.check()
+    workers = ray.engine(address) if engine == "ray" else local
     limit = duration(budget, "--budget") if budget else None
     checked = _demo() if plan is None else audits.read(plan)
     store = audits.Store(out or Path("leakgauge-audit") / checked.name)
@@ -186,6 +205,7 @@ def audit(
             budget=limit or checked.budget,
             calibrate=True,
             watch=_watch(progress),
+            engine=workers,
         )
     console.print(terminal.summary_table(result))
     for note in terminal.notes(result):

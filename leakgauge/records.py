@@ -8,14 +8,14 @@ and metrics that say so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.errors import InputError, NotApplicable
+from leakgauge.errors import InputError, NotApplicable, PlanError
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,14 @@ class Scale:
 
 
 AS_THEY_ARE = Scale()
+
+
+def refuse_moved(training: object, where: str, table: str) -> None:
+    """Older files normalise in the table of the training."""
+    if isinstance(training, Mapping) and {"mean", "std"} & set(training):
+        raise PlanError(
+            f"{where}: mean and std say how records are normalised: move them to the table {table}"
+        )
 
 
 def record_of(inputs: Tensor, scale: Scale = AS_THEY_ARE) -> Record:

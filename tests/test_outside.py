@@ -3,8 +3,12 @@ the same protocol, never in place of one of ours."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,13 @@ import torch
 from torch import nn
 
 from leakgauge import catalogue, cli, outside
-from leakgauge.audit import parse
+from leakgauge.attacks import parts
+from leakgauge.audit import parse, schema
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError, Withheld
 from leakgauge.guard import Guard, Policy
 from leakgauge.guard import policy as policies
+from leakgauge.records import AS_THEY_ARE
 from leakgauge.types import Batch, LocalTraining
 
 ATTACK = '''
@@ -42,7 +48,7 @@ class Grey:
     needs: ClassVar = frozenset({"records"})
 
     def reconstruct(self, seen, rng, resources=None):
-        shape = (seen.records, *seen.shape)
+        shape = (seen.records, *seen.record.shape)
         return Reconstruction(torch.full(shape, self.value), None, residual=0.0)
 
 
@@ -50,7 +56,9 @@ class Grey:
 class Changing(Grey):
     """Changes the model."""
 
-    def tamper(self, target, rng, resources=None):
+    manipulates: ClassVar = True
+
+    def prepare(self, target, rng, resources=None):
         raise NotImplementedError
 
 
@@ -136,7 +144,10 @@ from dataclasses import dataclass
 class Half:
     """Halves the update."""
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         return {name: value / 2 for name, value in update.items()}
 
 
@@ -190,7 +201,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     catalogue._offered.cache_clear()
     for name in set(sys.modules) - before:
-        if name in ("theirs", "shields", "tests_of", "beside", "leaves"):
+        if name in ("theirs", "shields", "tests_of", "beside", "leaves", "gaps"):
             del sys.modules[name]
 
 
@@ -365,7 +376,7 @@ def test_an_offered_method_is_used_by_its_name(folder: Path) -> None:
         folder / "elsewhere", [{"name": "grey", "value": 0.5}], defence=[{"name": "half"}]
     )
     assert plan.attacks["grey"].value == 0.5
-    assert plan.defences["half"].on_update({"w": torch.ones(1)}, None)["w"] == 0.5
+    assert plan.defences["half"].on_update({"w": torch.ones(1)}, None, None)["w"] == 0.5
     assert type(planned(folder, [{"name": "dlg"}]).attacks["dlg"]).__module__ == (
         "leakgauge.attacks.dlg"
     )
@@ -450,8 +461,8 @@ def test_a_policy_names_a_detector_of_the_operators_own(folder: Path) -> None:
     strict = policies.read(path).policy
     assert decided(strict).decision == "REJECT"
     assert "a weight is large" in str(decided(strict))
-    training = LocalTraining()
-    assert policies.digest(strict, training) != policies.digest(lax, training)
+    training, scale = LocalTraining(), AS_THEY_ARE
+    assert policies.digest(strict, training, scale) != policies.digest(lax, training, scale)
     policies.write(folder / "again.toml", policies.Settings(strict), [])
     assert policies.read(folder / "again.toml").policy == strict
     path.write_text(base + base[base.index("[[") :])
@@ -503,3 +514,130 @@ def test_the_names_of_ours_are_no_errors() -> None:
     assert (found.key, found.item, found.spec) == ("clip", DEFENCES["clip"], "")
     with pytest.raises(LeakGaugeError, match="did you mean 'clip'"):
         outside.find("defence", "clipp", DEFENCES)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+METRIC = """
+from leakgauge.types import Metric
+
+
+def gap(guess, truth):
+    "Largest difference."
+    return (guess - truth).abs().flatten(1).amax(1)
+
+
+GAP = Metric(gap, "largest gap", better="lower")
+OTHER = gap
+psnr = GAP
+"""
+
+
+def test_a_metric_is_named_by_its_code(folder: Path) -> None:
+    (folder / "gaps.py").write_text(METRIC)
+    audit = {"exact": False, "metrics": ["ssim", "gaps:GAP"], "limit": {"scores": {"GAP": 0.5}}}
+    plan = planned(folder, [{"name": "dlg"}], audit=audit)
+    assert list(plan.metrics) == ["psnr", "ssim", "GAP"]
+    assert plan.metrics["GAP"].label == "largest gap"
+    other = plan.fingerprint
+    (folder / "gaps.py").write_text(METRIC + "# changed\n")
+    assert planned(folder, [{"name": "dlg"}], audit=audit).fingerprint != other
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gaps:OTHER", "expected a Metric OTHER in gaps, got a function; known: GAP, psnr"),
+        ("gaps:psnr", "'psnr' is a name of LeakGauge's own"),
+        ("gapz", "unknown metric 'gapz'"),
+    ],
+)
+def test_what_is_no_metric_is_refused(folder: Path, name: str, words: str) -> None:
+    (folder / "gaps.py").write_text(METRIC)
+    with pytest.raises(PlanError) as refusal:
+        planned(folder, [{"name": "dlg"}], audit={"metrics": [name]})
+    assert words in str(refusal.value)
+
+
+# ---------------------------------------------------------------- the example package
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own-methods"
+
+
+def command(folder: Path, *words: str, code: int, path: str = "") -> str:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([path, *map(str, sys.path)]).strip(":")}
+    run = "from leakgauge.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", run, *words],
+        cwd=folder, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_example_is_audited_without_being_installed(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", "*-audit"))
+    words = command(folder, "audit", "plan.toml", "--out", "out", "--jobs", "2", code=1)
+    assert "RelativeL1" in words
+    appear(folder / "out", "RelativeL1", "RoundOff", "EDGES")
+    shutil.rmtree(folder / "own_methods")  # a report needs none of it
+    command(folder, "report", "out", code=0)
+    appear(folder / "out", "RelativeL1", "RoundOff", "EDGES")
+
+
+def test_the_example_is_audited_by_the_names_that_it_offers(tmp_path: Path) -> None:
+    """As `pip install .` would put it there: the package, and its entry points."""
+    target, folder = tmp_path / "target", tmp_path / "elsewhere"
+    shutil.copytree(EXAMPLE / "own_methods", target / "own_methods")
+    folder.mkdir()
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    groups = project["entry-points"]
+    lines = [f"[{group}]\n{name} = {spec}\n" for group in groups
+             for name, spec in groups[group].items()]  # fmt: skip
+    offered(target, project["name"], "".join(lines))
+    text = (EXAMPLE / "plan.toml").read_text()
+    for group in groups.values():
+        for name, spec in group.items():
+            assert spec in text
+            text = text.replace(spec, name)
+    (folder / "plan.toml").write_text(text.replace("[audit]", "[audit]\ncontrol = false"))
+    words = " ".join(command(folder, "list", code=0, path=str(target)).split())
+    for name, spec in {n: s for group in groups.values() for n, s in group.items()}.items():
+        assert re.search(rf"\b{name} \w[^()]*\(from own-methods\)", words), spec
+    command(folder, "audit", "plan.toml", "--out", "out", code=1, path=str(target))
+    appear(folder / "out", "relative-l1", "round-off", "edges")
+
+
+def appear(out: Path, attack: str, defence: str, metric: str) -> None:
+    """In the result and in the reports that are made of it."""
+    result = schema.load(out / "result.json")
+    done = [trial for trial in result.trials if trial.status == "done"]
+    assert {attack} <= {trial.attack for trial in done if trial.defence == defence}
+    assert {one.name: one.label for one in result.metrics}[metric] == "edge error"
+    assert all(trial.score and len(trial.score.scores[metric]) == 2 for trial in done
+               if trial.kind == "trial")  # fmt: skip
+    for report in ("report.html", "report.md"):
+        words = (out / report).read_text(encoding="utf-8")
+        assert attack in words
+        assert defence in words
+        assert "edge error" in words
+
+
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [("own-attack", "attack"), ("own-defence", "defence"), ("own-methods", "metric")],
+)
+def test_the_pages_show_the_files_of_the_example(page: str, file: str) -> None:
+    text = (EXAMPLE / "own_methods" / f"{file}.py").read_text(encoding="utf-8")
+    shown = EXAMPLE.parents[1] / "docs" / "howto" / f"{page}.md"
+    assert text in shown.read_text(encoding="utf-8")
+
+
+def test_the_parts_are_what_they_say() -> None:
+    assert sorted(parts.__all__) == sorted(
+        name for name, value in vars(parts).items()
+        if not name.startswith("_") and not isinstance(value, type(parts))
+    )  # fmt: skip

@@ -35,7 +35,7 @@ from leakgauge.fl.simulate import initial_model
 from leakgauge.metrics import METRICS
 from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
-from leakgauge.records import record_of
+from leakgauge.records import record_of, refuse_moved
 from leakgauge.restore import RESTORERS
 from leakgauge.types import (
     Attack,
@@ -188,7 +188,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     for key in ("attack", "defence"):
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
-    _check_moved(table)
+    federation = table.get("federation")
+    if isinstance(federation, Mapping):
+        refuse_moved(federation.get("training"), "federation.training", "[federation.record]")
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
@@ -339,17 +341,6 @@ def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Da
         replace(records, inputs=records.inputs[i], labels=records.labels[i]) for i in (chosen, rest)
     )
     return public, private
-
-
-def _check_moved(table: Mapping[str, Any]) -> None:
-    """Older plans normalise in the training's table."""
-    federation = table.get("federation")
-    training = federation.get("training") if isinstance(federation, Mapping) else None
-    if isinstance(training, Mapping) and {"mean", "std"} & set(training):
-        raise PlanError(
-            "federation.training: mean and std say how records are normalised: move them to the "
-            "table [federation.record]"
-        )
 
 
 def _check_names(document: Document, name: str) -> None:

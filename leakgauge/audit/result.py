@@ -53,6 +53,7 @@ def assemble(
     cpu = sum(trial.times.cpu_seconds for trial in trials)
     tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
     attacks = [attack for name, attack in plan.attacks.items() if name in tried]
+    others = [v for kind in (plan.restorers, plan.defences, plan.metrics) for v in kind.values()]
     given = Result(
         schema=SCHEMA,
         leakgauge=__version__,
@@ -70,7 +71,7 @@ def assemble(
         sensitivity=sensitivity,
         trials=tuple(trials),
         not_run=tuple(not_run),
-        references=references.of([*attacks, *plan.defences.values(), *plan.metrics.values()]),
+        references=references.of([*attacks, *others]),
         times=RunTimes(
             cpu_seconds=cpu,
             wall_seconds=wall,

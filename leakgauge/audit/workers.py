@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from leakgauge.audit.engine import PROGRESS_EVERY, Engine, Here, News, Tell
 from leakgauge.config import no_exit
 from leakgauge.errors import LeakGaugeError, PlanError
 
+T = TypeVar("T")
 Run: TypeAlias = Callable[[Case, Progress], Done]
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -79,24 +80,29 @@ def paced(send: Progress) -> Progress:
     return progress
 
 
+def attempt(make: Callable[[], T]) -> T | Exception:
+    """What it makes, or the error that ends the audit, as a value that can be sent."""
+    try:
+        with no_exit():  # the end of a worker would look like a kill
+            return make()
+    except LeakGaugeError as error:
+        return error
+    except Exception as error:  # not every error can be sent as it is
+        return RuntimeError(f"{type(error).__name__}: {error} in a worker")
+
+
 def _serve(prepare: Callable[[], Run], pipe: Connection) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     progress = paced(lambda *step: _send(pipe, step))
-    try:
-        with no_exit():  # its end would look like a kill
-            run = prepare()
-            _send(pipe, "ready")
-            while True:
-                try:
-                    case = pipe.recv()
-                except EOFError:  # the parent is gone or done
-                    return
-                _send(pipe, run(case, progress))
-    except LeakGaugeError as error:
-        _send(pipe, error)
-    except Exception as error:  # not every error can be sent as it is
-        _send(pipe, RuntimeError(f"{type(error).__name__}: {error} in a worker"))
+    run = attempt(prepare)
+    _send(pipe, run if isinstance(run, Exception) else "ready")
+    while not isinstance(run, Exception):
+        try:
+            case = pipe.recv()
+        except EOFError:  # the parent is gone or done
+            return
+        _send(pipe, attempt(partial(run, case, progress)))
 
 
 def _send(pipe: Connection, message: Any) -> None:

@@ -44,7 +44,7 @@ from leakgauge.detectors import (
 from leakgauge.errors import PlanError
 from leakgauge.files import write_atomic
 from leakgauge.outside import find, unused
-from leakgauge.records import AS_THEY_ARE, Scale
+from leakgauge.records import AS_THEY_ARE, Scale, refuse_moved
 from leakgauge.types import Detector, LocalTraining
 
 Off: TypeAlias = Literal["off"]
@@ -160,6 +160,7 @@ def parse(table: Mapping[str, Any], where: str = "policy", folder: Path | None =
     rest = {key: value for key, value in table.items() if key not in apart}
     training = None
     if "training" in table:
+        refuse_moved(table["training"], f"{where}: training", "[record]")
         training = build(LocalTraining, table["training"], f"{where}: training")
     record = build(Scale, table.get("record", {}), f"{where}: record")
     policy = build(Policy, rest, where)
