@@ -3,6 +3,7 @@
     python benchmarks/board.py --list                  rows, what is done, forecast in CPU-seconds
     python benchmarks/board.py                         run what is missing; twice for two cores
     python benchmarks/board.py --rows 'c2f-*' --seconds 600
+    python benchmarks/board.py --again --rows 'ci/*'   run anew what is older than its code
     python benchmarks/board.py --render                write docs/board.md and its figure
     python benchmarks/board.py --tune 4 --rows 'twin-*/smooth-to-sharp' --set errors=false
                                                        try options on four TUNE pairs, keep nothing
@@ -11,9 +12,10 @@ The rows are plain data in `board_rows.py`; what was run is kept by `board_state
 `board_page.py`. A *run* is one row on one batch of images with one draw of weights: the library
 simulates the round, `threat.observe` hands over the observation, the attack infers its labels and
 searches, and only then do guess and truth meet, under the optimal assignment.
-Its outcome is one line of STATE/ROW.jsonl. Runs that have a line are skipped; a killed process
-loses its running run only. Processes that share the state directory share the work: a run is
-claimed by a lock on one byte of STATE/.lock, which the system releases whenever its process ends.
+Its outcome is one line of STATE/ROW.jsonl, with the commit and a digest of the code that made it;
+the page marks rows whose code has changed since. Runs that have a line are skipped; a killed
+process loses its running run only. Processes that share the state directory share the work: a run
+is claimed by a lock on one byte of STATE/.lock, which the system releases when its process ends.
 One thread a process, so that CPU-seconds of different attacks can be compared.
 """
 
@@ -39,9 +41,10 @@ import torch.nn.functional as F
 from board_figure import draw
 from board_page import panels, render
 from board_rows import OURS, ROWS, Row, Setup
-from board_state import Outcome, attack_of, claims, forecast, keep, outcomes, paces, plain
+from board_state import Outcome, attack_of, claims, code_of, forecast, keep, outcomes, paces, plain
 from rich.console import Console
 from rich.table import Table
+from sources import commit
 from torch import Tensor, nn
 
 from leakgauge import (
@@ -60,6 +63,7 @@ from leakgauge import (
 )
 from leakgauge.errors import DataError, LeakGaugeError, NotApplicable, PlanError
 from leakgauge.metrics.labels import multiset_accuracy
+from leakgauge.records import Scale, record_of
 from leakgauge.types import Batch
 
 HERE = Path(__file__).parent
@@ -131,9 +135,8 @@ def trained(setup: Setup) -> tuple[nn.Module, float]:
     Ten clients of 16 steps of 32 images, lr 0.05, train-mode batch norm: one federation for all
     runs of a setup.
     """
-    training = LocalTraining(
-        lr=0.05, batch_size=32, steps=16, batch_norm="train", mean=setup.mean, std=setup.std
-    )
+    training = LocalTraining(lr=0.05, batch_size=32, steps=16, batch_norm="train")
+    scale = Scale(setup.mean, setup.std)
     scenario = Scenario(
         lambda: make_model(setup, 0),
         images(setup.data, "train", setup.size),
@@ -142,12 +145,12 @@ def trained(setup: Setup) -> tuple[nn.Module, float]:
         participants=2,
         records=512,
         rounds=setup.rounds,
+        scale=scale,
     )
     model = simulate(scenario, rng_of("federation", setup.name)).model.eval()
     test = images(setup.data, "test", setup.size)
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (setup.mean, setup.std))
     with torch.no_grad():
-        logits = model((test.inputs[-2000:] - mean) / std)
+        logits = model(record_of(test.inputs, scale).entering(test.inputs[-2000:]))
     return model, float((logits.argmax(1) == test.labels[-2000:]).double().mean())
 
 
@@ -164,8 +167,6 @@ def round_of(row: Row, run: int, *, judge: bool = True) -> tuple[Any, dict[str, 
         batch_size=setup.batch,
         steps=setup.steps,
         batch_norm=setup.batch_norm,
-        mean=setup.mean,
-        std=setup.std,
     )
     facts: dict[str, Any] = {"images": chosen, "weights": seed}
 
@@ -174,7 +175,8 @@ def round_of(row: Row, run: int, *, judge: bool = True) -> tuple[Any, dict[str, 
 
     if setup.rounds:
         facts["test_accuracy"] = trained(setup)[1]
-    scenario = Scenario(model, private, training, records=len(chosen))
+    scale = Scale(setup.mean, setup.std)
+    scenario = Scenario(model, private, training, records=len(chosen), scale=scale)
     return simulate(scenario, rng_of("round", run)), facts
 
 
@@ -187,6 +189,7 @@ def execute(row: Row, run: int, *, judge: bool = True) -> Outcome:
     seen = threat.observe(round_, actor)
     outcome: Outcome = facts | {"row": row.fingerprint, "run": run, "status": "done"}
     outcome |= {"options": plain(asdict(attack)), "version": __version__}  # type: ignore[call-overload]
+    outcome |= {"commit": commit(), "code": code_of(row)}
     began = time.process_time()
     try:
         start = rng_of(f"{row.setup.name}/{row.attack}", run)  # variants share their start
@@ -226,18 +229,24 @@ def _rounded(values: list[float]) -> list[float]:
     return [round(value, 3) for value in values]
 
 
-def work(state: Path, rows: list[Row], seconds: float, console: Console) -> int:
-    """Run what is missing, row by row, until it is done or the time is up; the failures' number."""
+def work(
+    state: Path, rows: list[Row], seconds: float, console: Console, again: bool = False
+) -> int:
+    """Run what is missing, row by row, until it is done or the time is up; the failures' number.
+    With `again`, what is older than its code is missing too."""
     ends, failures = time.monotonic() + seconds, 0
     for row in rows:
-        attack_of(row)  # a wrong row is an error before anything runs
+        code_of(row)  # a wrong row is an error before anything runs
+    commit()  # of the code as it was when it was loaded
     with claims(state) as claim:
         for row in rows:
             for run in range(row.runs):
                 if time.monotonic() >= ends:
                     console.print("the time is up; start again to go on")
                     return failures
-                if not claim(row, run) or _settled(outcomes(state, row).get(run)):
+                known = outcomes(state, row).get(run)
+                old = again and known is not None and known.get("code") != code_of(row)
+                if not claim(row, run) or (_settled(known) and not old):
                     continue
                 outcome = execute(row, run)
                 keep(state, row, outcome)
@@ -352,6 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", nargs="+", default=[], metavar="GLOB", help="only these rows")
     parser.add_argument("--cheap", action="store_true", help="only the rows that CI runs")
+    parser.add_argument("--again", action="store_true", help="run anew what is older than its code")
     parser.add_argument("--list", action="store_true", help="show rows and forecast, run nothing")
     parser.add_argument("--calibrate", action="store_true", help="measure the pace of the rows")
     parser.add_argument("--render", action="store_true", help="write docs/board.md, run nothing")
@@ -377,7 +387,8 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.tune:
             return 3 if tune(rows, options.tune, options.set, console) else 0
         else:
-            return 3 if work(options.state, rows, options.seconds, console) else 0
+            failed = work(options.state, rows, options.seconds, console, options.again)
+            return 3 if failed else 0
     except LeakGaugeError as error:
         Console(stderr=True).print(str(error), style="red", highlight=False)
         return 2

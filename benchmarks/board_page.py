@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from board_figure import Panel
 from board_rows import C2F, EXACT, IG, OURS, SETUPS, TWO_STAGES, Row, Setup
-from board_state import Outcome, attack_of, forecast, outcomes, plain
+from board_state import Outcome, attack_of, code_of, forecast, outcomes, plain
+from sources import commit
 
 SUCCESS = 20.0  # dB: "very high" risk
 
@@ -54,13 +55,42 @@ is the best other attack or variant in that table; the exact recursion is no sea
 """
 
 
+AGE = """\
+**Age.** When this page was written{at}, {before} of {done} rows were from before runs noted their
+commit (†), and of {since} the code had changed since the run, at the commit named beside ‡: the
+attack, or what it imports of LeakGauge. Changed code need not change a result; marked rows have not
+been run again to see. A test runs the rows of CI and holds them against this page.
+"""
+
+
 def render(state: Path, rows: list[Row]) -> str:
-    parts = [HEAD, *glance(state, rows)]
+    parts = [HEAD, age(state, rows), *glance(state, rows)]
     for setup in SETUPS:
         own = [row for row in rows if row.setup == setup]
         if own:
             parts.append(section(state, setup, own))
     return "\n".join(parts)
+
+
+def age(state: Path, rows: list[Row]) -> str:
+    marks = [mark(row, list(done.values())) for row in rows if (done := _done(state, row))]
+    at = "" if commit() == "unknown" else f" (commit {short(commit())})"
+    before, since = (sum(m.startswith(sign) for m in marks) for sign in "†‡")
+    return AGE.format(before=before, since=since, done=len(marks), at=at)
+
+
+def mark(row: Row, done: list[Outcome]) -> str:
+    """Whether runs of the row are older than the code that they measure; nothing if none is."""
+    old = [o for o in done if o.get("code") != code_of(row)]
+    if any("code" not in o for o in old):
+        return "†"
+    return "‡ " + ", ".join(dict.fromkeys(short(o["commit"]) for o in old)) if old else ""
+
+
+def short(commit: str) -> str:
+    """A commit in seven digits, and what is said behind it."""
+    number, *words = commit.split(" ")
+    return " ".join([number[:7], *words])
 
 
 DRAWN = ("c2f-normal", "twin-normal", "twin-uniform", "twin-orthogonal", "twin-fan-in", "stage-30")
@@ -159,7 +189,7 @@ def cells(row: Row, done: list[Outcome], affine: bool) -> list[str]:
         return [row.label, paper, state, "", *([""] if affine else []), "", "", ""]
     values = [v for o in done for v in o["psnr"]]
     steps = [o["facts"]["iterations"] for o in done if "iterations" in o["facts"]]
-    out = [row.label, paper, spread(values), share(values)]
+    out = [f"{row.label} {mark(row, done)}".rstrip(), paper, spread(values), share(values)]
     if affine:
         out.append(f"{statistics.median([v for o in done for v in o['affine_psnr']]):.1f}")
     out.append(f"{statistics.median(steps):.0f}" if steps else "–")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from board_rows import Row
+from sources import digest
 
 from leakgauge import attacks
 from leakgauge.config import build, choose
@@ -72,6 +73,11 @@ def claims(state: Path) -> Iterator[Any]:
 def attack_of(row: Row) -> Attack:
     """The attack of a row with its options; an unknown name or option is an error."""
     return build(choose(attacks.ATTACKS, row.attack, "attack"), row.options, f"row {row.id}")
+
+
+def code_of(row: Row) -> str:
+    """A digest of the code that the row measures: its attack, and what that imports."""
+    return digest(type(attack_of(row)).__module__)
 
 
 def plain(value: Any) -> Any:

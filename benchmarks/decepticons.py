@@ -25,12 +25,13 @@ from leakgauge import data, models, threat
 from leakgauge.attacks.active.decepticons import Decepticons, recover
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.models.text import TextTransformer
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import Dataset, LocalTraining, Observation, ThreatModel
 
 SEEDS = (0, 1, 2)
 SMALL = {"dim": 64, "depth": 3, "heads": 4}
-TRAINING = LocalTraining(lr=0.01, mean=CIFAR_MEAN, std=CIFAR_STD)
-ONE_SCALE = LocalTraining(lr=0.01)
+TRAINING = LocalTraining(lr=0.01)
+SCALE = Scale(CIFAR_MEAN, CIFAR_STD)
 
 
 @cache
@@ -48,13 +49,15 @@ def zipf(count: int, length: int, vocabulary: int, seed: int) -> Dataset:
 
 def attacked(
     model: nn.Module, private: Dataset, public: Dataset, training: LocalTraining, records: int,
-    attack: Decepticons, seed: int,
+    attack: Decepticons, seed: int, scale: Scale = AS_THEY_ARE,
 ) -> tuple[Tensor, Observation]:  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
-    round_ = simulate(Scenario(lambda: model, private, training, records=records), rng)
-    sent = attack.tamper(target(round_, public), rng)
+    scenario = Scenario(lambda: model, private, training, records=records, scale=scale)
+    round_ = simulate(scenario, rng)
+    sent = attack.prepare(target(round_, public), rng)
     round_ = tampered(round_, sent, rng)
-    return round_.truths[0].inputs, threat.observe(round_, ThreatModel(malicious=True))
+    seen = threat.observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+    return round_.truths[0].inputs, seen
 
 
 def together(group: Tensor, owner: Tensor) -> int:
@@ -72,7 +75,9 @@ def images(
     model = models.make(
         "vit-small", shape=(3, 32, 32), classes=10, rng=rng, activation=activation, **host
     )
-    truth, seen = attacked(model, cifar("test"), cifar("train"), training, records, attack, seed)
+    truth, seen = attacked(
+        model, cifar("test"), cifar("train"), training, records, attack, seed, SCALE
+    )
     found = recover(seen, attack.tolerance)
     assert found.patches is not None
     guess = attack.reconstruct(seen, rng)
@@ -135,7 +140,7 @@ def table_texts() -> None:
             private, public = (zipf(500, length, vocabulary, 10 * seed + k) for k in (1, 2))
             torch.manual_seed(seed)
             model = TextTransformer(vocabulary, length, 4)
-            training = replace(ONE_SCALE, batch_size=batch)
+            training = replace(TRAINING, batch_size=batch)
             truth, seen = attacked(model, private, public, training, batch, Decepticons(), seed)
             guess = Decepticons().reconstruct(seen, torch.Generator())
             there = {(j, int(token)) for text in truth for j, token in enumerate(text)}

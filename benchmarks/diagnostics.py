@@ -19,15 +19,16 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
 from board_rows import C2F, IG, OURS, ROWS, Setup
-from torch import Tensor, nn
+from torch import Tensor
 
 from leakgauge import LocalTraining, diagnostics, metrics, models
 from leakgauge.attacks._engine import Engine
 from leakgauge.attacks._objectives import Distance, squared
 from leakgauge.attacks.fedleak import whole
+from leakgauge.fl import setting
 from leakgauge.fl.local import train
 from leakgauge.tensors import norm
-from leakgauge.types import Batch, Observation
+from leakgauge.types import Batch, Observation, Setting
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FIGURE = DOCS / "methods" / "diagnostics.md", DOCS / "images" / "diagnostics.png"
@@ -48,10 +49,11 @@ NETWORKS: dict[str, tuple[str, dict[str, object], LocalTraining]] = {
 }
 
 
-def made(network: str, seed: int) -> tuple[nn.Module, LocalTraining]:
+def made(network: str, seed: int) -> tuple[Setting, LocalTraining]:
     name, options, training = NETWORKS[network]
     rng = torch.Generator().manual_seed(seed)
-    return models.make(name, shape=(3, 16, 16), classes=10, rng=rng, **options), training
+    model = models.make(name, shape=(3, 16, 16), classes=10, rng=rng, **options)
+    return setting(model, (3, 16, 16), 10), training
 
 
 def pairs() -> list[tuple[Batch, int]]:
@@ -71,11 +73,11 @@ def noise() -> dict[str, tuple[list[float], float]]:
     for network in NETWORKS:
         shares, last = [], []
         for truth, seed in pairs():
-            model, training = made(network, seed)
+            world, training = made(network, seed)
             rng = torch.Generator().manual_seed(seed)
-            size = norm(diagnostics.gradient(model, truth, training))
+            size = norm(diagnostics.gradient(world, truth, training))
             strengths = [s / 255 for s in STRENGTHS]
-            moved = diagnostics.noise_distances(model, truth, training, strengths, rng)
+            moved = diagnostics.noise_distances(world, truth, training, strengths, rng)
             shares.append([m / size for m in moved])
             last.append(moved[-1])
         means = [statistics.mean(column) for column in zip(*shares, strict=True)]
@@ -90,10 +92,10 @@ def path(network: str, distance: Distance, blend: float) -> tuple[list[list[floa
     """2μ/L along a search by Adam with step 0.01, and the PSNR at its end, for each image."""
     bounds, ends = [], []
     for truth, seed in pairs():
-        model, training = made(network, seed)
+        world, training = made(network, seed)
         rng = torch.Generator().manual_seed(seed)
-        update = train(model, truth, training, rng).update
-        engine = Engine(Observation(model, update, (3, 16, 16), 10), training, 1)
+        update = train(world, truth, training, rng).update
+        engine = Engine(Observation(world, update), training, 1)
 
         def slope(x: Tensor, engine: Engine = engine, labels: Tensor = truth.labels) -> Tensor:
             here = engine.slope(x, labels, distance).inputs
@@ -130,8 +132,8 @@ def magnitude() -> tuple[list[float], tuple[Tensor, Tensor]]:
     found = []
     points = torch.empty(0), torch.empty(0)
     for truth, seed in pairs():
-        model, training = made("ResNet-10, ReLU, eval", seed)
-        points = diagnostics.magnitude_and_sensitivity(model, truth, training, "fc.weight")
+        world, training = made("ResNet-10, ReLU, eval", seed)
+        points = diagnostics.magnitude_and_sensitivity(world, truth, training, "fc.weight")
         found.append(diagnostics.pearson(*points))
     return found, points
 

@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would chat on stderr
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from leakgauge import models
 from leakgauge.attacks._engine import RECHECK, Engine, relative_error
 from leakgauge.attacks._objectives import cosine
+from leakgauge.fl import setting
 from leakgauge.fl.local import loss, ready, train
 from leakgauge.types import Batch, LocalTraining, Observation
 
@@ -38,6 +40,7 @@ from leakgauge.types import Batch, LocalTraining, Observation
 def plain(seen: Observation, training: LocalTraining) -> Callable[[Tensor, Tensor], Tensor]:
     """The textbook loop: d(1 − cos)/dx by double backward through all local steps of SGD."""
     model = ready(seen.model, training)
+    live = replace(seen.setting, model=model)
     buffers, names = dict(model.named_buffers()), list(seen.update)
     before = [model.get_parameter(name) for name in names]
     target = [seen.update[name] / (training.lr * training.steps) for name in names]
@@ -47,7 +50,7 @@ def plain(seen: Observation, training: LocalTraining) -> Callable[[Tensor, Tenso
         weights, total = before, None
         for step in range(training.steps):
             values = dict(zip(names, weights, strict=True)) | buffers
-            objective = loss(model, values, inputs, labels, training, step)
+            objective = loss(live, values, inputs, labels, training, step)
             gradient = torch.autograd.grad(objective, weights, create_graph=True)
             total = (
                 gradient if total is None else [a + g for a, g in zip(total, gradient, strict=True)]
@@ -100,8 +103,8 @@ def measure(
         torch.rand(batch, *shape, generator=rng),
         torch.randint(0, classes, (batch,), generator=rng),
     )
-    update = train(model, truth, training, rng).update
-    seen = Observation(model, update, shape, classes)
+    update = train(setting(model, truth, 10), truth, training, rng).update
+    seen = Observation(setting(model, shape, classes), update)
     x = torch.rand(batch, *shape, generator=rng)
 
     def engine(mode: str, dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:

@@ -34,9 +34,11 @@ from leakgauge.attacks.exact_recursion import separable
 from leakgauge.defences import Clip, Prune
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
-from leakgauge.types import Dataset, Defence, LocalTraining, Named, Observation, ThreatModel
+from leakgauge.records import Scale
+from leakgauge.types import Dataset, Defence, Here, LocalTraining, Named, Observation, ThreatModel
 
-TRAINING = LocalTraining(lr=0.01, batch_norm="eval", mean=CIFAR_MEAN, std=CIFAR_STD)
+TRAINING = LocalTraining(lr=0.01, batch_norm="eval")
+SCALE = Scale(CIFAR_MEAN, CIFAR_STD)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Noise:
 
     share: float
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"share": self.share}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         sizes = [value.square().sum() for value in update.values()]
         count = sum(value.numel() for value in update.values())
         spread = self.share * float(torch.stack(sizes).sum() / count) ** 0.5
@@ -61,7 +66,10 @@ class Quantise:
 
     bits: int
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"bits": self.bits}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         found = {}
         for name, value in update.items():
             low, high = value.min(), value.max()
@@ -108,7 +116,7 @@ def played(
     source = images("cifar10", "test", 32)
     private = Dataset(source.name, source.inputs[chosen], source.labels[chosen], source.classes)
     local = replace(TRAINING, batch_size=batch, **training)
-    scenario = Scenario(make, private, local, records=batch, defence=defence)
+    scenario = Scenario(make, private, local, records=batch, defence=defence, scale=SCALE)
     round_ = simulate(scenario, torch.Generator().manual_seed(run))
     truth = threat.covered(round_, ThreatModel())
     return threat.observe(round_, ThreatModel()), truth.inputs, truth.labels
@@ -132,10 +140,9 @@ def attacked(
     rng = torch.Generator().manual_seed(0)
     try:
         told = separable(seen, rng)
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (CIFAR_MEAN, CIFAR_STD))
-        trace = Trace(seen.model, seen.shape)
+        trace = Trace(seen.model, seen.record.shape)
         source = next(node for node in trace.nodes if node.name == told.source.name)
-        true = trace.forward((inputs.double() - mean) / std, [source])[source].flatten(1)
+        true = trace.forward(seen.record.entering(inputs.double()), [source])[source].flatten(1)
         distance = torch.cdist(told.maps.flatten(1), true) / true.norm(dim=1)
         pairing = distance.argmin(0)
         right = float((told.labels[pairing] == labels).double().mean())

@@ -32,17 +32,18 @@ from leakgauge.detectors import (
     Weights,
     snapshots,
 )
-from leakgauge.fl import aggregate
+from leakgauge.fl import aggregate, setting
 from leakgauge.fl.local import train
 from leakgauge.fl.partition import Dirichlet
-from leakgauge.tensors import parameters, weighted_mean
+from leakgauge.records import Scale, record_of
+from leakgauge.tensors import parameters
 from leakgauge.types import Batch, Detector, History, LocalTraining, Received
 
 CLIENTS, RECORDS = 4, 256
 TRAINING = LocalTraining(
-    lr=0.02, batch_size=32, epochs=1, momentum=0.9, order="shuffled",
-    mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616),
+    lr=0.02, batch_size=32, epochs=1, momentum=0.9, order="shuffled"
 )  # fmt: skip
+SCALE = Scale(mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
 HOSTS: dict[str, tuple[str, dict[str, object]]] = {
     "mlp": ("mlp", {"hidden": [512, 256]}),
     "lenet-5": ("lenet-5", {"activation": "relu", "pool": "max"}),
@@ -74,8 +75,9 @@ def made(host: str, seed: int) -> nn.Module:
 def federation(
     model: nn.Module, rounds: int, rng: torch.Generator
 ) -> Iterator[tuple[list[Batch], list[dict[str, float]]]]:
-    """Honest rounds, one by one: the clients' records and the sizes of their updates. The model is
-    that of the round when it is yielded, and steps on afterwards."""
+    """Honest rounds, one by one: the clients' records as they enter the model, and the
+    sizes of their updates. The model is that of the round when it is yielded, and steps on
+    afterwards."""
     images = data.load("cifar10", split="train")
     shards = Dirichlet(alpha=0.5).split(images, CLIENTS, rng)
     for _ in range(rounds):
@@ -83,14 +85,17 @@ def federation(
         for shard in shards:
             picked = shard[torch.randperm(len(shard), generator=rng)[:RECORDS]]
             batches.append(Batch(images.inputs[picked], images.labels[picked]))
-        trained = [train(model, batch, TRAINING, rng) for batch in batches]
-        yield batches, [sizes(one.update) for one in trained]
+        trained = [
+            train(setting(model, batch, 10, SCALE), batch, TRAINING, rng) for batch in batches
+        ]
+        yield [entering(batch) for batch in batches], [sizes(one.update) for one in trained]
         shares = aggregate.weights([len(b) for b in batches], "records")
-        after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
-        buffers = weighted_mean(
-            [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained], shares
-        )
+        after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
         model.load_state_dict(after | buffers, strict=False)
+
+
+def entering(batch: Batch) -> Batch:
+    return Batch(record_of(batch.inputs, SCALE).entering(batch.inputs), batch.labels)
 
 
 def sizes(named: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -139,8 +144,9 @@ def cost(host: str) -> dict[str, float]:
     rng = torch.Generator().manual_seed(0)
     batch = Batch(images.inputs[:2000], images.labels[:2000])
     began = time.process_time()
-    update = train(model, batch, TRAINING, rng).update
+    update = train(setting(model, batch, 10, SCALE), batch, TRAINING, rng).update
     epoch = time.process_time() - began
+    batch = entering(batch)
     state = model.state_dict()
     own = sizes(update)
     taken = (snapshots(model, batch, TRAINING),) * 3

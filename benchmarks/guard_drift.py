@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from leakgauge import data, models
 from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.detectors import Continuity
+from leakgauge.fl import setting
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy
+from leakgauge.records import Scale
 from leakgauge.tensors import parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining, Target
 
-TRAINING = LocalTraining(
-    lr=0.02, batch_size=32, steps=8, momentum=0.9,
-    mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616),
-)  # fmt: skip
+TRAINING = LocalTraining(lr=0.02, batch_size=32, steps=8, momentum=0.9)
+SCALE = Scale(mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
 Named = dict[str, Tensor]
 
 
@@ -85,11 +85,12 @@ def played(rule: str, goal: Named, batches: list[Batch], rounds: int) -> tuple[i
     off: dict[str, object] = {"weights": "off", "probe": "off", "first_conv": "off"}
     drift = 3.0 if rule == "drift" else float("inf")
     policy = Policy(continuity=Continuity(drift=drift), require=(), **off)  # type: ignore[arg-type]
-    guard = Guard(make, TRAINING, policy=policy)
+    guard = Guard(make, TRAINING, scale=SCALE, policy=policy)
     first, own, steps = 0.0, {}, []
     for index in range(rounds):
         model.load_state_dict(state)
-        update = train(model, batches[index % len(batches)], TRAINING, rng).update
+        batch = batches[index % len(batches)]
+        update = train(setting(model, batch, 10, SCALE), batch, TRAINING, rng).update
         if rule != "growing":
             verdict = guard.check(dict(model.state_dict()))
             if not verdict.train:
@@ -128,8 +129,8 @@ def main() -> None:
     ]
     for name in ("robbing-the-fed", "trap-weights", "fishing"):
         attack = ACTIVE_ATTACKS[name]()
-        held = Target(make(), (3, 32, 32), 10, TRAINING, 256, 1, public)
-        sent = attack.tamper(held, torch.Generator().manual_seed(0)).models[0]
+        held = Target(setting(make(), (3, 32, 32), 10, SCALE), TRAINING, 256, 1, public)
+        sent = attack.prepare(held, torch.Generator().manual_seed(0)).models[0]
         goal = parameters(sent)
         for rule in ("growing", "own", "drift"):
             count, rest, growth = played(rule, copy.deepcopy(goal), batches, rounds)

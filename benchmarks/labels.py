@@ -29,6 +29,7 @@ from leakgauge import data, models
 from leakgauge.attacks import LABEL_RULES
 from leakgauge.attacks._labels import infer
 from leakgauge.errors import NotApplicable
+from leakgauge.fl import setting
 from leakgauge.fl.local import train
 from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import Batch, Dataset, LocalTraining, Observation
@@ -79,9 +80,9 @@ def scores(model: nn.Module, set_: Dataset, size: int, seed: int) -> dict[str, f
     chosen = torch.randint(0, len(set_), (size,), generator=rng)
     truth = Batch(set_.inputs[chosen], set_.labels[chosen])
     training = LocalTraining(batch_size=size, batch_norm="eval")
-    update = train(model, truth, training, rng).update
+    update = train(setting(model, truth, 10), truth, training, rng).update
     classes = len(set_.classes)
-    seen = Observation(model, update, SHAPE, classes, training, size)
+    seen = Observation(setting(model, SHAPE, classes), update, training, size)
     found: dict[str, float | None] = {}
     for rule in LABEL_RULES:
         try:
@@ -109,8 +110,8 @@ def cost(size: int) -> list[float]:
             torch.rand(records, *shape, generator=again),
             torch.randint(0, 10, (records,), generator=again),
         )
-        update = train(model, truth, training, again).update
-        seen = Observation(model, update, shape, 10, training, records)
+        update = train(setting(model, truth, 10), truth, training, again).update
+        seen = Observation(setting(model, shape, 10), update, training, records)
         began = time.process_time()
         infer(seen, "counts", again)
         took.append(time.process_time() - began)

@@ -25,11 +25,19 @@ from leakgauge import data, metrics, models, threat
 from leakgauge.attacks.active import Fishing, Loki, RobbingTheFed, TrapWeights
 from leakgauge.errors import DataError
 from leakgauge.fl import Scenario, simulate, tampered, target
-from leakgauge.fl.local import normalised
-from leakgauge.types import ActiveAttack, Dataset, LocalTraining, Reconstruction, Round, ThreatModel
+from leakgauge.records import Scale
+from leakgauge.types import (
+    Dataset,
+    LocalTraining,
+    PreparedAttack,
+    Reconstruction,
+    Round,
+    ThreatModel,
+)
 
 PUBLIC = 10_000
-ONE_STEP = LocalTraining(lr=0.01, batch_size=64, mean=CIFAR_MEAN, std=CIFAR_STD)
+ONE_STEP = LocalTraining(lr=0.01, batch_size=64)
+SCALE = Scale(CIFAR_MEAN, CIFAR_STD)
 FEDAVG = replace(ONE_STEP, batch_size=8, epochs=1)
 MLP, CNN, RESNET = "MLP 3072-512-256-10", "`cnn`", "ResNet-10 (width 0.25, group norm)"
 HOSTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,7 +52,7 @@ class Row:
 
     host: str
     words: str
-    attack: ActiveAttack
+    attack: PreparedAttack
     training: LocalTraining = ONE_STEP
     records: int = 64  # of a client
     clients: int = 1
@@ -114,12 +122,15 @@ def played(row: Row, seed: int, private: Dataset, public: Dataset) -> tuple[Roun
     kind, options = HOSTS[row.host]
     rng, weights = (torch.Generator().manual_seed(seed) for _ in range(2))
     model = models.make(kind, shape=(3, 32, 32), classes=10, rng=weights, **options)
-    scenario = Scenario(lambda: model, private, row.training, row.clients, records=row.records)
+    scenario = Scenario(
+        lambda: model, private, row.training, row.clients, records=row.records, scale=SCALE
+    )
     round_ = simulate(scenario, rng)
-    sent = row.attack.tamper(target(round_, public), rng)
+    sent = row.attack.prepare(target(round_, public), rng)
     round_ = tampered(round_, sent, rng)
     view = ThreatModel(actor="server" if row.clients == 1 else "aggregate", malicious=True)
-    return round_, row.attack.reconstruct(threat.observe(round_, view), rng)
+    seen = threat.observe(round_, view, kept=sent.kept)
+    return round_, row.attack.reconstruct(seen, rng)
 
 
 def recovered(row: Row, seed: int, private: Dataset, public: Dataset) -> tuple[str, ...]:
@@ -147,9 +158,10 @@ def fished(row: Row, seed: int, private: Dataset, public: Dataset) -> tuple[str,
     if "features" not in guess.facts:
         return "0", "–", "–"
     truth = batch.inputs[:alone]
-    assert isinstance(round_.model, nn.Sequential)
+    host = round_.sent[0]
+    assert isinstance(host, nn.Sequential)
     with torch.no_grad():  # only the last layer was changed: the features are the honest ones
-        features = round_.model[:-1](normalised(truth, row.training))
+        features = host[:-1](round_.record.entering(truth))
     cosine = float(F.cosine_similarity(features, guess.facts["features"][None]).max())
     pixels = [float(metrics.psnr(one[None].expand_as(truth), truth).max()) for one in guess.inputs]
     dB = f"{max(pixels):.0f}" if pixels else "–"

@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,12 @@ from torch import Tensor, nn
 from leakgauge import data, metrics, threat
 from leakgauge.attacks.active.seer import Seer, brightest, picture
 from leakgauge.fl import Scenario, simulate, tampered, target
+from leakgauge.kept import Checkpoint, key_of
+from leakgauge.records import Scale
 from leakgauge.types import LocalTraining, Resources, ThreatModel
 
-TRAINING = LocalTraining(lr=0.1, batch_size=8, mean=CIFAR_MEAN, std=CIFAR_STD)
+TRAINING = LocalTraining(lr=0.1, batch_size=8)
+SCALE = Scale(CIFAR_MEAN, CIFAR_STD)
 
 
 def host(norm: str = "batch", width: int = 8) -> nn.Module:
@@ -50,13 +54,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=Seer.lr)
     parser.add_argument("--batches", type=int, default=100)
     args = parser.parse_args()
-    attack = Seer(steps=args.steps, lr=args.lr, folder=args.folder)
+    attack = Seer(steps=args.steps, lr=args.lr)
     public, private = (data.load("cifar10", split=split) for split in ("train", "test"))
 
     def played(seed: int):  # the same host, another batch of test images
         torch.manual_seed(0)
         model = host(args.norm)
-        scenario = Scenario(lambda: model, private, TRAINING)
+        scenario = Scenario(lambda: model, private, TRAINING, scale=SCALE)
         return simulate(scenario, torch.Generator().manual_seed(seed))
 
     begun = time.monotonic()
@@ -66,13 +70,16 @@ def main() -> None:
             print(f"{done}/{total} {objective:.5f} {time.monotonic() - begun:.0f} s", flush=True)
 
     rng = torch.Generator().manual_seed(0)
-    sent = attack.tamper(target(played(0), public), rng, Resources(progress=tell))
+    aim = target(played(0), public)
+    place = Checkpoint(Path(args.folder, "seer.safetensors"), key_of(attack, aim, rng))
+    sent = attack.prepare(aim, rng, Resources(progress=tell, checkpoint=place))
     blind = F.adaptive_avg_pool2d(bright(public.inputs), attack.side).mean(0)
     decoded, constant = Score(), Score()
     for seed in range(args.batches):
         round_ = tampered(played(seed), sent, rng)
         truth = round_.truths[0].inputs
-        decoded.add(picture(threat.observe(round_, ThreatModel(malicious=True))), truth)
+        seen = threat.observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+        decoded.add(picture(seen), truth)
         constant.add(blind, truth)
     print(asdict(attack), args.norm)
     print(f"decoded picture:           {decoded}")

@@ -12,23 +12,27 @@ from leakgauge._version import __version__
 
 if TYPE_CHECKING:
     from leakgauge import attacks, data, defences, metrics, models
+    from leakgauge.exchanges import capture
     from leakgauge.fl import Scenario, simulate
     from leakgauge.guard import Guard
     from leakgauge.threat import check, observe
     from leakgauge.types import (
         Batch,
         Dataset,
+        Exchange,
         LocalTraining,
         Observation,
         Reconstruction,
         Resources,
         Round,
+        Setting,
         ThreatModel,
     )
 
 __all__ = [
     "Batch",
     "Dataset",
+    "Exchange",
     "Guard",
     "LocalTraining",
     "Observation",
@@ -36,9 +40,11 @@ __all__ = [
     "Resources",
     "Round",
     "Scenario",
+    "Setting",
     "ThreatModel",
     "__version__",
     "attacks",
+    "capture",
     "check",
     "data",
     "defences",
@@ -49,17 +55,20 @@ __all__ = [
 ]
 
 _HOMES = {
+    "exchanges": ("capture",),
     "fl": ("Scenario", "simulate"),
     "guard": ("Guard",),
     "threat": ("check", "observe"),
     "types": (
         "Batch",
         "Dataset",
+        "Exchange",
         "LocalTraining",
         "Observation",
         "Reconstruction",
         "Resources",
         "Round",
+        "Setting",
         "ThreatModel",
     ),
 }

@@ -2,48 +2,71 @@
 
 Importing the methods imports PyTorch, which takes seconds; a list of names should not. The dicts
 (`ATTACKS`, `DEFENCES`, …) stay the only place where a method is entered: their keys, and the first
-line of the docstring of what they point to, are read from the package's files as text.
+line of the docstring of what they point to, are read from the package's files as text. What other
+packages offer is imported, to say whether it can be used.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from leakgauge import outside
+from leakgauge.errors import LeakGaugeError
+
 
 @dataclass(frozen=True)
 class Kind:
-    """Methods of one kind: what they are, and the dicts that hold them, as `module:NAME`."""
+    """Methods of one kind: what they are, and the dicts that hold them, as `module:NAME`. `what`
+    is a plan's word for one of them, where other packages can offer more."""
 
     about: str
     dicts: tuple[str, ...]
+    what: str = ""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a dict: its name, what it is, and where that is written."""
+    """One line of a dict, or what a package offers: its name, what it is, where that is written.
+    `problem` says why it cannot be used."""
 
     name: str
     summary: str
     module: str
-    source: str  # the dict it stands in, as `module:NAME`
+    source: str  # the dict it stands in, or itself, as `module:NAME`
+    package: str = ""
+    problem: str = ""
 
 
 KINDS: dict[str, Kind] = {
     "attacks": Kind(
-        "a server that follows the protocol and reads the update", ("leakgauge.attacks:ATTACKS",)
+        "a server that follows the protocol and reads the update",
+        ("leakgauge.attacks:ATTACKS",),
+        "attack",
     ),
     "malicious-servers": Kind(
-        "a server that changes the model it sends", ("leakgauge.attacks.active:ACTIVE_ATTACKS",)
+        "a server that changes the model it sends",
+        ("leakgauge.attacks.active:ACTIVE_ATTACKS",),
+        "active attack",
     ),
-    "defences": Kind("what a client does to its update", ("leakgauge.defences:DEFENCES",)),
+    "defences": Kind(
+        "what a client does to its update", ("leakgauge.defences:DEFENCES",), "defence"
+    ),
+    "restorers": Kind(
+        "what makes a better picture of a guess, without the update",
+        ("leakgauge.restore:RESTORERS",),
+        "restorer",
+    ),
     "detectors": Kind(
-        "what the guard asks of a model it received", ("leakgauge.detectors:DETECTORS",)
+        "what the guard asks of a model it received",
+        ("leakgauge.detectors:DETECTORS",),
+        "detector",
     ),
     "models": Kind("the network that clients train", ("leakgauge.models:MODELS",)),
     "initialisations": Kind("how a fresh network is filled", ("leakgauge.models.init:INITS",)),
@@ -51,20 +74,45 @@ KINDS: dict[str, Kind] = {
     "partitions": Kind(
         "how records are shared out among clients", ("leakgauge.fl.partition:PARTITIONS",)
     ),
-    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",)),
+    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",), "metric"),
     "labels": Kind("how an attack reads the labels", ("leakgauge.attacks._labels:RULES",)),
 }
 
 
 def entries(kind: str) -> list[Entry]:
-    """The methods of a kind, in the order of their dict, without importing them."""
-    return [entry for source in KINDS[kind].dicts for entry in _read(source)]
+    """The methods of a kind, in the order of their dict, without importing them; then those that
+    other packages offer."""
+    ours = [entry for source in KINDS[kind].dicts for entry in _read(source)]
+    return [*ours, *_offered(KINDS[kind].what)]
 
 
 def load(entry: Entry) -> Any:
     """What the entry stands for. This imports it."""
     module, _, name = entry.source.partition(":")
-    return getattr(importlib.import_module(module), name)[entry.name]
+    found = getattr(importlib.import_module(module), name)
+    return found if entry.package else found[entry.name]
+
+
+@cache
+def _offered(what: str) -> tuple[Entry, ...]:
+    """Of attacks, those that change the model or those that do not."""
+    word = what.rpartition(" ")[2]
+    ours = {entry.name for kind in KINDS.values() if kind.what.endswith(word)
+            for source in kind.dicts for entry in _read(source)}  # fmt: skip
+    found = []
+    for offer in outside.offers(word) if word else ():
+        summary, problem, active = "", "", False
+        try:
+            item = outside.load(word, offer.spec, offer.name, ours)
+            about = item.score if word == "metric" else item
+            summary = (inspect.getdoc(about) or "").partition("\n")[0]
+            active = bool(getattr(item, "manipulates", False))
+        except LeakGaugeError as error:
+            problem = str(error)
+        if word != "attack" or active == (what != word):
+            module = offer.spec.partition(":")[0]
+            found.append(Entry(offer.name, summary, module, offer.spec, offer.package, problem))
+    return tuple(found)
 
 
 @cache

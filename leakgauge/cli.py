@@ -146,7 +146,21 @@ def audit(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the audit in that folder.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials at a time, one process each.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Trials at a time, one process each (default: 1; with Ray one per free CPU).",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where trials run: processes here, or Ray.")
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(help="A Ray cluster: auto or HOST:PORT (default: a Ray on this machine)."),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(help="Start no trial beyond this time: 90s, 10m, 2h (default: the plan's)."),
@@ -165,14 +179,19 @@ def audit(
     from leakgauge import audit as audits
     from leakgauge import report
     from leakgauge.audit.document import duration
+    from leakgauge.audit.workers import local
+    from leakgauge.integrations import ray
     from leakgauge.report import terminal
 
     if (plan is None) != demo:
         raise PlanError("give either the path of a plan or --demo")
     if resume and overwrite:
         raise PlanError("give either --resume or --overwrite")
+    if address is not None and engine != "ray":
+        raise PlanError("--address names a Ray cluster: give --engine ray with it")
     if pdf:
         report.pdf.check()
+    workers = ray.engine(address) if engine == "ray" else local
     limit = duration(budget, "--budget") if budget else None
     checked = _demo() if plan is None else audits.read(plan)
     store = audits.Store(out or Path("leakgauge-audit") / checked.name)
@@ -186,6 +205,7 @@ def audit(
             budget=limit or checked.budget,
             calibrate=True,
             watch=_watch(progress),
+            engine=workers,
         )
     console.print(terminal.summary_table(result))
     for note in terminal.notes(result):
@@ -344,9 +364,7 @@ def diff(
 @app.command()
 def cite(folder: Annotated[Path, typer.Argument(help="The folder of an audit.")]) -> None:
     """Print BibTeX for the methods an audit used."""
-    from leakgauge import report
-
-    print(report.references.bibtex(_result(folder)))
+    print("\n\n".join(paper.bibtex() for paper in _result(folder).references))
 
 
 def _result(path: Path) -> Result:
@@ -384,19 +402,24 @@ def list_(
             table.add_column(no_wrap=True, style="bold")
             table.add_column(overflow="fold")
             for entry in found:
-                table.add_row(entry.name, _details(kind, entry) if long else escape(entry.summary))
+                table.add_row(escape(entry.name), _details(kind, entry, long))
             console.print(table)
             console.print()
 
 
-def _details(kind: str, entry: catalogue.Entry) -> str:
-    """What its author wrote about it, and its options."""
+def _details(kind: str, entry: catalogue.Entry, long: bool) -> str:
+    """What its author wrote about it, and its options; or the first line of that."""
     from leakgauge.types import Metric
 
+    origin = f" (from {entry.package})" if entry.package else ""
+    if entry.problem:
+        return escape(f"cannot be used{origin}: {entry.problem}")
+    if not long:
+        return escape(entry.summary + origin)
     item = catalogue.load(entry)
     item = item.score if isinstance(item, Metric) else item
     made = item.func if isinstance(item, partial) else item
-    paragraphs = str(inspect.getdoc(made)).split("\n\n")
+    paragraphs = f"{inspect.getdoc(made)}{origin}".split("\n\n")
     if [e.module for e in catalogue.entries(kind)].count(entry.module) == 1:  # a file of its own
         paragraphs.append(str(inspect.getdoc(sys.modules[entry.module])).split("\n\n")[0])
     if options := _options(item):

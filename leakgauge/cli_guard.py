@@ -1,4 +1,4 @@
-"""`leakgauge guard`: the guard for operators, and its evaluation.
+"""`leakgauge guard`: the guard for operators.
 
 What a command needs is imported when it runs, so that help is there at once.
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from leakgauge.config import imported, optional
+from leakgauge.config import imported
 from leakgauge.errors import CheckpointError, PlanError
 
 if TYPE_CHECKING:
@@ -159,46 +159,14 @@ def calibrate(
             "calibration trains as you do: give --policy with a table [training] (lr, batch_size, "
             "steps, …)"
         )
-    new, said = calibrated(_make(make), _load(data, size), settings.training, settings.policy)
+    new, said = calibrated(
+        _make(make), _load(data, size), settings.training, settings.policy, settings.record
+    )
     notes = said or ["no threshold had to be raised"]
-    policies.write(out, policies.Settings(new, settings.training), notes)
+    policies.write(out, replace(settings, policy=new), notes)
     for note in notes:
         console.print(escape(note), soft_wrap=True)
     console.print(f"wrote {escape(str(out))}", soft_wrap=True)
-
-
-@app.command()
-def evaluate(
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("guard-evaluation"),
-    quick: Annotated[bool, typer.Option("--quick", help="A small one, in about a minute.")] = False,
-    seed: Annotated[int, typer.Option(help="Of federations, clients and attacks.")] = 0,
-    most: Annotated[
-        int | None, typer.Option(min=0, help="Only so many of the honest federations.")
-    ] = None,
-    policy: PolicyFile = None,
-) -> None:
-    """Honest federations and every active attack through the guard: false alarms and misses.
-
-    A minute with --quick, about 40 CPU-minutes without. The same command continues what was
-    interrupted. CIFAR-10 is used where LEAKGAUGE_DATA is set, else built-in photographs.
-    """
-    from leakgauge.guard import evaluate as evaluation  # it needs the attacks, a guard does not
-    from leakgauge.guard import findings
-    from leakgauge.guard import policy as policies
-
-    optional("matplotlib", "figures", "the figure of the evaluation")  # now, not at the end
-    settings = policies.read(policy) if policy else policies.Settings()
-    with aside.status("") as status:
-        result = evaluation.run(
-            out,
-            quick=quick,
-            seed=seed,
-            policy=settings.policy,
-            most=most,
-            progress=lambda done, total, name: status.update(f"{done} of {total}: {name}"),
-        )
-    print(findings.markdown(result))
-    console.print(f"result    {escape(str(out / 'result.json'))}", soft_wrap=True)
 
 
 def _guard(
@@ -218,7 +186,8 @@ def _guard(
             f"{training.batch_size} records is probed, without normalisation.",
             soft_wrap=True,
         )
-    return Guard(_make(make), training, policy=settings.policy, store=store), batch
+    made = Guard(_make(make), training, scale=settings.record, policy=settings.policy, store=store)
+    return made, batch
 
 
 def _make(spec: str) -> Callable[[], nn.Module]:
@@ -226,7 +195,8 @@ def _make(spec: str) -> Callable[[], nn.Module]:
     what it builds."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    return imported(spec, "--make")
+    make: Callable[[], nn.Module] = imported(spec, "--make")
+    return make
 
 
 def _batch(data: str | None, size: int) -> Batch | None:
@@ -269,7 +239,7 @@ def _verdict(
     except CheckpointError as error:
         unread = Detection("file", 1.0, 0.0, "reject", str(error))
         verdict = Verdict("REJECT", False, (unread,), {"everything else": "nothing was read"})
-        return replace(verdict, policy=policies.digest(guard.policy, guard.training))
+        return replace(verdict, policy=policies.digest(guard.policy, guard.training, guard.scale))
     return guard.check(state, batch, missed=missed, first=first, restart=restart)
 
 

@@ -69,25 +69,30 @@ def _missing(package: str, extra: str, use: str) -> MissingExtra:
     )
 
 
-def imported(spec: str, what: str) -> Callable[..., Any]:
-    """The callable that "module:callable" names. It is the user's code: importing it runs it."""
+def imported(
+    spec: str,
+    what: str,
+    expected: str = "a callable",
+    fits: Callable[[object], bool] = callable,
+) -> Any:
+    """What "module:name" names, if it fits. It is the user's code: importing it runs it."""
     module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise PlanError(
             f"{what} {spec!r} could not be imported ({type(error).__name__}: {error}): expected "
-            '"module:callable", with the module on the Python path or in the folder you run from'
+            f'"module:{name}", with the module on the Python path or in the folder you run from'
         ) from error
     found = getattr(module, name, None)
-    if not callable(found):
-        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    if not fits(found):
+        others = [n for n, v in vars(module).items() if fits(v) and not n.startswith("_")]
         kind = "nothing" if found is None else f"a {type(found).__name__}"
         raise PlanError(
-            f"{what} {spec!r}: expected a callable {name} in {module_name}, got {kind}"
-            + did_you_mean(name, functions)
+            f"{what} {spec!r}: expected {expected} {name} in {module_name}, got {kind}"
+            + did_you_mean(name, others)
         )
-    return found  # type: ignore[no-any-return]  # callable() does not narrow Any
+    return found
 
 
 @contextmanager

@@ -23,14 +23,15 @@ Facts:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leakgauge.errors import InputError
 from leakgauge.fl.local import loss, ready
 from leakgauge.tensors import norm, parameters, subtract
-from leakgauge.types import Batch, LocalTraining, Named
+from leakgauge.types import Batch, LocalTraining, Named, Setting
 
 
 def sparsity(update: Named) -> float:
@@ -60,10 +61,10 @@ def step_bounds(points: Sequence[Tensor], slopes: Sequence[Tensor], truth: Tenso
     return bounds
 
 
-def gradient(model: nn.Module, batch: Batch, training: LocalTraining) -> Named:
+def gradient(setting: Setting, batch: Batch, training: LocalTraining) -> Named:
     """The gradient of the mean loss, by name: what one plain step of this training sends."""
-    values = {n: p.requires_grad_() for n, p in parameters(model).items()}
-    live = ready(model, training)
+    values = {n: p.requires_grad_() for n, p in parameters(setting.model).items()}
+    live = replace(setting, model=ready(setting.model, training))
     objective = loss(live, values, batch.inputs, batch.labels, training)
     found = torch.autograd.grad(objective, list(values.values()), allow_unused=True)
     return {
@@ -73,7 +74,7 @@ def gradient(model: nn.Module, batch: Batch, training: LocalTraining) -> Named:
 
 
 def noise_distances(
-    model: nn.Module,
+    setting: Setting,
     truth: Batch,
     training: LocalTraining,
     strengths: Sequence[float],
@@ -87,22 +88,22 @@ def noise_distances(
     """
     if draws < 1:
         raise InputError(f"noise distances: expected at least one draw, got {draws}")
-    clean = gradient(model, truth, training)
+    clean = gradient(setting, truth, training)
     signs = [torch.randn(truth.inputs.shape, generator=rng).sign() for _ in range(draws)]
 
     def distance(strength: float, sign: Tensor) -> float:
         moved = Batch(truth.inputs + strength * sign, truth.labels)
-        return norm(subtract(gradient(model, moved, training), clean))
+        return norm(subtract(gradient(setting, moved, training), clean))
 
     return [sum(distance(s, sign) for sign in signs) / draws for s in strengths]
 
 
 def magnitude_and_sensitivity(
-    model: nn.Module, truth: Batch, training: LocalTraining, name: str, chunk: int = 64
+    setting: Setting, truth: Batch, training: LocalTraining, name: str, chunk: int = 64
 ) -> tuple[Tensor, Tensor]:
     """|g_i| and Σ_j |∂g_i/∂x_j| of every element of the named parameter's gradient: flat (n,)."""
-    live = ready(model, training)
-    values = {n: p for n, p in live.named_parameters() if p.requires_grad}
+    live = replace(setting, model=ready(setting.model, training))
+    values = {n: p for n, p in live.model.named_parameters() if p.requires_grad}
     if name not in values:
         raise InputError(
             f"parameter {name!r} is not in the update: choose one of {', '.join(sorted(values))}"

@@ -21,10 +21,11 @@ from leakgauge.errors import CheckpointError, PlanError
 from leakgauge.types import Named
 
 
-def write_atomic(path: Path, content: bytes, *, private: bool = False) -> None:
+def write_atomic(path: Path, content: bytes, *, private: bool = False, fresh: bool = False) -> None:
     """Write beside the target and rename: readers see the old file or the new one, never half.
 
-    A `private` file can be read and written by its owner alone, from its first byte on.
+    A `private` file can be read and written by its owner alone, from its first byte on. A `fresh`
+    one replaces none.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -35,7 +36,11 @@ def write_atomic(path: Path, content: bytes, *, private: bool = False) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            if fresh:
+                os.link(temporary, path)
+                temporary.unlink()
+            else:
+                os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -168,9 +173,14 @@ def _called(pickled: bytes) -> Iterator[str]:
 
 
 def write_tensors(path: Path, tensors: Named) -> None:
+    write_atomic(path, tensor_bytes(tensors))
+
+
+def tensor_bytes(tensors: Named) -> bytes:
     """Named tensors as `.safetensors`. Cloned, because the format refuses shared memory."""
-    plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    write_atomic(path, safetensors.torch.save(plain))
+    return safetensors.torch.save(
+        {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    )
 
 
 def some(names: Iterable[str]) -> str:

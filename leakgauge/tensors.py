@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,6 +12,18 @@ from torch import Tensor, nn
 
 from leakgauge.errors import InputError
 from leakgauge.types import Named
+
+
+def seeded(*purpose: object) -> torch.Generator:
+    """A generator of its own for each purpose, so that none disturbs another."""
+    digest = hashlib.sha256("/".join(map(str, purpose)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def spawned(rng: torch.Generator, purpose: str) -> torch.Generator:
+    """A generator that follows from where `rng` is now, which stays there."""
+    state = hashlib.sha256(rng.get_state().numpy().tobytes()).hexdigest()
+    return seeded(state, purpose)
 
 
 def parameters(model: nn.Module) -> Named:

@@ -1,6 +1,6 @@
 """The wall between what is private and what an attacker holds.
 
-`observe` is the only way from a Round to an Observation. Possession, not flags: what the threat
+`observe` is the only way from an Exchange to an Observation. Possession, not flags: what the threat
 model does not grant is not in the observation. Everything handed over is a detached copy, so no
 autograd graph, no gradient slot and no shared storage leads back to the truth.
 
@@ -18,21 +18,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from leakgauge.errors import PlanError, Withheld
+from leakgauge.files import some
 from leakgauge.fl.local import ready
 from leakgauge.fl.statistics import batch_statistics
 from leakgauge.tensors import check_like, subtract, weighted_mean
 from leakgauge.types import (
-    ActiveAttack,
     Actor,
     Attack,
     Batch,
+    Exchange,
+    Kept,
     Knowledge,
     LocalTraining,
     Observation,
+    PreparedAttack,
     Realism,
     Round,
     Statistics,
@@ -57,54 +62,77 @@ PROTOCOL: dict[Actor, frozenset[Knowledge]] = {  # what each actor is told in an
 }
 
 
-def observe(round_: Round, threat: ThreatModel) -> Observation:
-    """What the attacker of this threat model holds after this round."""
-    if not 0 <= threat.client < len(round_.updates):
+def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None) -> Observation:
+    """What the attacker of this threat model holds after this exchange; `kept` is its own.
+
+    Only a `Round` has truths: of any other exchange the true labels, the statistics and the
+    attacking client's own records cannot be granted, whatever the threat model says.
+    """
+    if not 0 <= threat.client < len(exchange.updates):
         raise PlanError(
-            f"threat.client is {threat.client}, but {len(round_.updates)} clients took part"
+            f"threat.client is {threat.client}, but {len(exchange.updates)} clients took part"
         )
-    before = {n: p.detach() for n, p in round_.model.named_parameters() if p.requires_grad}
-    seen = victims(round_, threat)
+    seen = victims(exchange, threat)
+    model = sent_to(exchange, threat)
+    before = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     if threat.actor == "client":
-        check_like(round_.after, before.items(), "the global model after the round")
-        update = subtract(before, round_.after)
+        check_like(exchange.after, before.items(), "the global model after the round")
+        update = subtract(before, exchange.after)
     else:
         for k in seen:
-            check_like(round_.updates[k], before.items(), f"the update of client {k}")
+            check_like(exchange.updates[k], before.items(), f"the update of client {k}")
         if threat.actor == "server":
-            update = round_.updates[threat.client]
+            update = exchange.updates[threat.client]
         else:
-            update = weighted_mean(round_.updates, round_.weights)
-    model = copy.deepcopy(round_.model)
+            update = weighted_mean(exchange.updates, exchange.weights)
+    model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    own = round_.truths[threat.client] if threat.actor == "client" else None
-    records = sum(round_.sizes[k] for k in seen)
+    told = "training" in threat.grants
     return Observation(
-        model=model,
+        setting=replace(exchange.setting, model=model),
         update={name: value.detach().clone() for name, value in update.items()},
-        shape=round_.shape,
-        classes=round_.classes,
-        training=_training(round_, threat) if "training" in threat.grants else None,
-        records=records if "records" in threat.grants else None,
-        labels=covered(round_, threat).labels.clone() if "labels" in threat.grants else None,
-        own=Batch(own.inputs.clone(), own.labels.clone()) if own is not None else None,
-        statistics=_statistics(round_, threat) if "statistics" in threat.grants else None,
-        secret=round_.secret if threat.malicious else None,
+        training=_training(exchange, threat) if told else None,
+        records=sum(exchange.sizes[k] for k in seen) if "records" in threat.grants else None,
+        kept=kept,
+        announced=exchange.announced if told else None,
+        **_truths(exchange, threat),
     )
 
 
-def _training(round_: Round, threat: ThreatModel) -> LocalTraining:
+def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
+    """What is granted of the truth, by the name of its field."""
+    granted = set(threat.grants & {"labels", "statistics"})
+    granted |= {"own"} if threat.actor == "client" else set()
+    if not granted:
+        return {}
+    if not isinstance(exchange, Round):
+        raise Withheld(
+            f"nobody knows the truth behind these updates, so {some(granted)} cannot be granted: "
+            "leave it out of threat.grants, choose another threat.actor, or record the truths"
+        )
+    found: dict[str, Any] = {}
+    if "labels" in granted:
+        found["labels"] = covered(exchange, threat).labels.clone()
+    if "statistics" in granted:
+        found["statistics"] = _statistics(exchange, threat)
+    if "own" in granted:
+        own = exchange.truths[threat.client]
+        found["own"] = Batch(own.inputs.clone(), own.labels.clone())
+    return found
+
+
+def _training(exchange: Exchange, threat: ThreatModel) -> LocalTraining:
     """The training behind the observed update. An aggregate looks like that of one *super-client*
     whose batches hold a batch of every client (exact for one step, an approximation beyond)."""
-    batch_size = round_.training.batch_size * len(victims(round_, threat))
-    return replace(round_.training, batch_size=batch_size)
+    batch_size = exchange.training.batch_size * len(victims(exchange, threat))
+    return replace(exchange.training, batch_size=batch_size)
 
 
 def _statistics(round_: Round, threat: ThreatModel) -> Statistics:
     """Those of all covered records in one batch, at the global weights."""
-    model = ready(round_.model, round_.training)
+    live = replace(round_.setting, model=ready(round_.model, round_.training))
     with torch.no_grad():
-        return batch_statistics(model, covered(round_, threat).inputs, round_.training)
+        return batch_statistics(live, covered(round_, threat).inputs, round_.training)
 
 
 def covered(round_: Round, threat: ThreatModel) -> Batch:
@@ -115,9 +143,16 @@ def covered(round_: Round, threat: ThreatModel) -> Batch:
     )
 
 
-def victims(round_: Round, threat: ThreatModel) -> list[int]:
+def victims(exchange: Exchange, threat: ThreatModel) -> list[int]:
     """The clients whose records are behind the observed update."""
-    return [threat.client] if threat.actor == "server" else list(range(len(round_.updates)))
+    return [threat.client] if threat.actor == "server" else list(range(len(exchange.updates)))
+
+
+def sent_to(exchange: Exchange, threat: ThreatModel) -> nn.Module:
+    """The model behind the observed update: the global one, or what the (first) victim got of a
+    malicious server, and an attacking client itself."""
+    who = threat.client if threat.actor == "client" else victims(exchange, threat)[0]
+    return exchange.sent[who] if exchange.sent else exchange.model
 
 
 def holds(threat: ThreatModel, public: int = 0) -> frozenset[str]:
@@ -136,7 +171,7 @@ def holds(threat: ThreatModel, public: int = 0) -> frozenset[str]:
 
 def check(name: str, attack: Attack, threat: ThreatModel) -> None:
     """Refuse an attack that needs what is withheld, before it runs, with the remedy."""
-    if isinstance(attack, ActiveAttack) and (not threat.malicious or threat.actor == "client"):
+    if manipulates(attack) and (not threat.malicious or threat.actor == "client"):
         raise Withheld(
             f"attack {name!r} changes the model that clients receive, which this {threat.actor!r} "
             'does not: set threat.malicious = true with actor "server" or "aggregate" if your '
@@ -154,6 +189,11 @@ def check(name: str, attack: Attack, threat: ThreatModel) -> None:
         )
 
 
+def manipulates(attack: Attack) -> bool:
+    """Whether it changes the model that clients receive."""
+    return isinstance(attack, PreparedAttack) and attack.manipulates
+
+
 def realism(threat: ThreatModel, attack: Attack | None = None) -> Realism:
     """The tag that stands beside every number: what the attacker did and had been given.
 
@@ -165,7 +205,6 @@ def realism(threat: ThreatModel, attack: Attack | None = None) -> Realism:
     """
     if threat.grants & {"labels", "statistics"}:
         return "oracle"
-    manipulates = attack is None or isinstance(attack, ActiveAttack)
-    if threat.malicious and threat.actor != "client" and manipulates:
+    if threat.malicious and threat.actor != "client" and (attack is None or manipulates(attack)):
         return "active"
     return "informed" if threat.grants - PROTOCOL[threat.actor] - {"own"} else "realistic"

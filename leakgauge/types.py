@@ -1,7 +1,7 @@
 """The nouns of LeakGauge: frozen data and one-method protocols, no behaviour.
 
-Images are float tensors (N, C, H, W) with values in [0, 1]; normalisation belongs to the local
-training. An update is *before − after*, keyed by parameter name, never by position.
+What a record is and how a model sees it stands in records.py: images are float tensors (N, C, H, W)
+with values in [0, 1]. An update is *before − after*, keyed by parameter name, never by position.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from leakgauge.papers import Paper
+from leakgauge.records import Record, Task
 
 Named: TypeAlias = dict[str, Tensor]
 """Tensors keyed by parameter name."""
@@ -27,7 +30,7 @@ Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Private inputs (N, C, H, W) in [0, 1] and labels (N,). Attacks never hold one of a victim."""
+    """Private inputs (N, …) and labels (N,). Attacks never hold one of a victim."""
 
     inputs: Tensor
     labels: Tensor
@@ -38,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A labelled image set in memory: `classes[k]` names label k."""
+    """A labelled set of records in memory: `classes[k]` names label k."""
 
     name: str
     inputs: Tensor
@@ -71,33 +74,70 @@ class LocalTraining:
     batch_norm: Literal["train", "eval"] = "train"
     dropout: Literal["off", "replayed"] = "off"
     dropout_seed: int = 0
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
     sends: Literal["update", "weights"] = "update"
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round as it really happened. Private: only `threat.observe` and the audit read it.
-
-    `model` holds the global weights before the round, `after` those after it (parameters only).
-    `truths[k]`, `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the
-    aggregation weights (sum 1). `defence` is what every client of the round did to protect itself.
-    """
+class Setting:
+    """A model, the records that enter it, and what it learns of them."""
 
     model: nn.Module
-    truths: tuple[Batch, ...]
+    record: Record
+    task: Task
+
+
+@dataclass(frozen=True)
+class _Set:
+    """What holds a setting names its parts directly."""
+
+    setting: Setting
+
+    @property
+    def model(self) -> nn.Module:
+        return self.setting.model
+
+    @property
+    def record(self) -> Record:
+        return self.setting.record
+
+    @property
+    def task(self) -> Task:
+        return self.setting.task
+
+
+@dataclass(frozen=True)
+class Exchange(_Set):
+    """What travelled in one round, simulated or captured.
+
+    The setting holds the global model before the round, `after` its parameters after it.
+    `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the aggregation
+    weights (sum 1). `sent` are the models that a malicious server sent instead, one per client.
+    `announced` is what the clients' defence tells of itself.
+    """
+
     updates: tuple[Named, ...]
     weights: tuple[float, ...]
     after: Named
     training: LocalTraining
     sizes: tuple[int, ...]
-    shape: tuple[int, int, int]
-    classes: int
     index: int = 0
     server_lr: float = 1.0
+    sent: tuple[nn.Module, ...] = ()
+    announced: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(Exchange):
+    """An exchange of which the truth is known, because it was simulated or its owner recorded it.
+    Private: only `threat.observe` and the audit read it.
+
+    `truths[k]` are the records of client k, `defence` what every client did to protect itself, and
+    `memory[k]` what that defence remembered of client k's earlier rounds.
+    """
+
+    truths: tuple[Batch, ...]
     defence: Defence | None = None
-    secret: Mapping[str, Any] | None = None  # of a malicious server
+    memory: tuple[Memory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,24 +155,40 @@ class ThreatModel:
 
 
 @dataclass(frozen=True)
-class Observation:
+class Kept:
+    """What an attack keeps of its preparation until it reads the update: tensors and plain facts
+    (numbers, texts, lists and tables of them), so that it can lie on disk."""
+
+    tensors: Named = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observation(_Set):
     """All an attacker holds. A field is None exactly when it is withheld.
 
     `update` is before − after: of one client (server), or of the whole round (aggregate, client).
-    `secret` is what a malicious server kept when it changed the model; `model` is then what it sent
-    (to the victim, where each client got its own; to the first one behind an aggregate).
+    `kept` is what the attack kept when it was prepared; the model is then what a malicious server
+    sent (to the victim, where each client got its own; to the first one behind an aggregate).
+    `announced` is what the clients' defence tells of itself, known with the training.
     """
 
-    model: nn.Module
     update: Named
-    shape: tuple[int, int, int]
-    classes: int
     training: LocalTraining | None = None
     records: int | None = None
     labels: Tensor | None = None
     own: Batch | None = None
     statistics: Statistics | None = None
-    secret: Mapping[str, Any] | None = None
+    kept: Kept | None = None
+    announced: Mapping[str, object] | None = None
+
+
+class Keeps(Protocol):
+    """Where a preparation is kept (kept.py)."""
+
+    def save(self, kept: Kept) -> None: ...
+
+    def load(self) -> Kept | None: ...
 
 
 @dataclass(frozen=True)
@@ -140,13 +196,14 @@ class Resources:
     """Where and how long an attack may compute: parameters of the run, never of the method.
 
     `dtype=None` leaves the precision to the attack; `progress(done, total, objective)` is called
-    once per iteration.
+    once per iteration. A long preparation is kept in `checkpoint`, and goes on from there.
     """
 
     device: str = "cpu"
     dtype: torch.dtype | None = None
     seconds: float | None = None
     progress: Callable[[int, int, float], None] | None = None
+    checkpoint: Keeps | None = None
 
 
 @dataclass(frozen=True)
@@ -182,14 +239,31 @@ class Attack(Protocol):
     ) -> Reconstruction: ...
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a malicious server holds before a round: the honest global model, what the protocol
-    tells it, and `public` images of the same kind that are no client's."""
+@runtime_checkable
+class Iterative(Attack, Protocol):
+    """An attack that searches or trains step by step: `iterations` times in each of its restarts.
+    `shortened` is the same attack with fewer, which tells what the whole will cost."""
 
-    model: nn.Module
-    shape: tuple[int, int, int]
-    classes: int
+    @property
+    def iterations(self) -> int: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    def shortened(self, iterations: int, restarts: int) -> Attack: ...
+
+
+class Restorer(Protocol):
+    """A guess (N, …) in, a better guess out: it sees neither the update nor the truth."""
+
+    def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Target(_Set):
+    """What an attacker can prepare for before a round: the honest global model, what the protocol
+    tells it, and `public` records of the same kind that are no client's."""
+
     training: LocalTraining
     records: int  # behind the update that it will read
     clients: int = 1
@@ -197,21 +271,25 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Tampered:
-    """What a malicious server sends: one model for all clients or one each, in their order; and
-    the `secret` that it keeps to read the updates by."""
+class Preparation:
+    """What an attack made before the round: what it keeps, and the models that a malicious server
+    sends, one for all clients or one each, in their order; none if it sends what it should."""
 
-    models: tuple[nn.Module, ...]
-    secret: Mapping[str, Any] = field(default_factory=dict)
+    kept: Kept
+    models: tuple[nn.Module, ...] = ()
 
 
 @runtime_checkable
-class ActiveAttack(Attack, Protocol):
-    """Changes the model before the round, and reads the update after it."""
+class PreparedAttack(Attack, Protocol):
+    """Works before it sees an update: it changes the model (`manipulates`), or fits something to
+    public records."""
 
-    def tamper(
+    @property
+    def manipulates(self) -> bool: ...
+
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered: ...
+    ) -> Preparation: ...
 
 
 @dataclass(frozen=True)
@@ -246,6 +324,7 @@ class Received:
     `state` is as it came: anything may be in it. `model` is the client's own network with that
     state, or None when it did not fit; `fresh` the same network as the client itself initialises
     it. A detector changes neither. `make` initialises more of them, from torch's global generator.
+    `batch` holds the client's records as they enter its network.
     """
 
     state: Mapping[str, Any]
@@ -278,29 +357,52 @@ class Detector(Protocol):
     def inspect(self, received: Received, rng: torch.Generator) -> tuple[Detection, ...]: ...
 
 
+Memory: TypeAlias = dict[str, Tensor]
+"""What a defence remembers of one client, over its steps and rounds; it starts empty, and the
+defence changes it in place."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where a defence is called: the setting it trains in, the round, the local step, and what it
+    remembers of this client."""
+
+    setting: Setting
+    round: int = 0
+    step: int = 0
+    memory: Memory = field(default_factory=dict)
+
+
+class Announces(Protocol):
+    """Every defence says what an attacker who knows the protocol knows of it."""
+
+    def announced(self) -> Mapping[str, object]: ...
+
+
 @runtime_checkable
-class BatchDefence(Protocol):
+class BatchDefence(Announces, Protocol):
     """Changes the records before local training."""
 
-    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch: ...
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch: ...
 
 
 @runtime_checkable
-class GradientDefence(Protocol):
+class GradientDefence(Announces, Protocol):
     """Changes the gradient of every local step."""
 
-    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named: ...
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named: ...
 
 
 @runtime_checkable
-class UpdateDefence(Protocol):
+class UpdateDefence(Announces, Protocol):
     """Changes the update before it leaves the client."""
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named: ...
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named: ...
 
 
 Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
-"""What a client does to protect itself: it implements the hooks it needs, others pass through."""
+"""What a client does to protect itself: it implements the hooks it needs, others pass through. Its
+randomness is its own: it never moves which records are drawn, or in which order."""
 
 
 Scorer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -323,3 +425,4 @@ class Metric:
     limit: float | None = None
     margin: float = 0.0
     loads: bool = False
+    papers: tuple[Paper, ...] = ()

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from leakgauge import __version__
+from leakgauge.audit import references
 from leakgauge.audit.document import Document, Federation, Limit, Measure
 from leakgauge.audit.results import (
     Attacker,
@@ -35,6 +36,7 @@ from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.metrics import METRICS
+from leakgauge.records import Scale
 from leakgauge.types import LocalTraining
 
 ATTACKS = ("analytic", "inverting-gradients", "dlg")
@@ -95,13 +97,14 @@ def sample(
     limit = Limit()
     if outcome == "below the limit":  # some dozen records can show no lower limit
         limit = Limit(share=0.5, found=0.5)
+    plan = _plan(rounds, defences, attacks, seeds, limit, text)
     result = Result(
         schema=SCHEMA,
         leakgauge=__version__,
         versions={"python": "3.11.7", "torch": "2.13.0+cpu" + text},
         name="hospital" + text,
         fingerprint="04fe4d7bb2e8052115a2d11ca9706a988b8d17305fc45bc5f5e2672c49933451",
-        plan=_plan(rounds, defences, attacks, seeds, limit, text),
+        plan=plan,
         federation=Audited(
             model="resnet-10" + text,
             data="photos" + text,
@@ -145,7 +148,10 @@ def sample(
             )
             for i in range(2)
         ),
-        references=("ssim",),
+        references=tuple(
+            replace(paper, title=paper.title + text, venue=paper.venue + text)
+            for paper in references.known(plan)
+        ),
         times=RunTimes(
             cpu_seconds=812.4,
             wall_seconds=431.0,
@@ -378,7 +384,8 @@ def _plan(
         federation=Federation(
             model="resnet-10" + text,
             data={"name": "photos", "size": 16},
-            training=LocalTraining(batch_size=8, mean=(0.5,)),
+            training=LocalTraining(batch_size=8),
+            record=Scale(mean=(0.5,)),
             clients=4,
             rounds=rounds,
         ),

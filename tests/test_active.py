@@ -14,19 +14,21 @@ from leakgauge import models, threat
 from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.errors import LeakGaugeError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
+from leakgauge.records import Scale
 from leakgauge.types import (
-    ActiveAttack,
     Dataset,
     LocalTraining,
     Observation,
+    Preparation,
+    PreparedAttack,
     Reconstruction,
     Round,
-    Tampered,
     ThreatModel,
 )
 
 SHAPE = (3, 16, 16)
-TRAINING = LocalTraining(lr=0.01, batch_size=4, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
+TRAINING = LocalTraining(lr=0.01, batch_size=4)
+SCALE = Scale(mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
 
 Case = tuple[str, dict[str, object], str, dict[str, object]]
 CASES: dict[str, Case] = {  # attack, its options, host, its options
@@ -67,22 +69,22 @@ def host(name: str, options: dict[str, object]) -> nn.Module:
     return models.make(name, shape=SHAPE, classes=4, rng=seeded(), **options)
 
 
-def attack_of(name: str) -> ActiveAttack:
+def attack_of(name: str) -> PreparedAttack:
     kind, options, *_ = CASES[name]
     return ACTIVE_ATTACKS[kind](**options)
 
 
 def honest(name: str, clients: int = 1) -> Round:
     _, _, model, options = CASES[name]
-    scenario = Scenario(lambda: host(model, options), images(64, 1), TRAINING, clients)
+    scenario = Scenario(lambda: host(model, options), images(64, 1), TRAINING, clients, scale=SCALE)
     return simulate(scenario, seeded())
 
 
-def play(name: str, seed: int = 0) -> tuple[Round, Tampered, Observation, Reconstruction]:
+def play(name: str, seed: int = 0) -> tuple[Round, Preparation, Observation, Reconstruction]:
     attack, rng, round_ = attack_of(name), seeded(seed), honest(name)
-    sent = attack.tamper(target(round_, images(400, 2)), rng)
+    sent = attack.prepare(target(round_, images(400, 2)), rng)
     round_ = tampered(round_, sent, rng)
-    seen = threat.observe(round_, ThreatModel(malicious=True))
+    seen = threat.observe(round_, ThreatModel(malicious=True), kept=sent.kept)
     return round_, sent, seen, attack.reconstruct(seen, rng)
 
 
@@ -114,7 +116,7 @@ def test_nothing_it_is_given_is_changed(name):
     given = target(round_, images(400, 2))
     state = copy.deepcopy(given.model.state_dict())
     public = given.public.inputs.clone()
-    sent = attack.tamper(given, rng)
+    sent = attack.prepare(given, rng)
     for key, value in given.model.state_dict().items():
         assert torch.equal(value, state[key]), key
     assert torch.equal(given.public.inputs, public)
@@ -122,7 +124,8 @@ def test_nothing_it_is_given_is_changed(name):
     assert any(
         not (key in state and torch.equal(value, state[key])) for key, value in received.items()
     )
-    seen = threat.observe(tampered(round_, sent, rng), ThreatModel(malicious=True))
+    played = tampered(round_, sent, rng)
+    seen = threat.observe(played, ThreatModel(malicious=True), kept=sent.kept)
     update = copy.deepcopy(seen.update)
     weights = copy.deepcopy(seen.model.state_dict())
     attack.reconstruct(seen, rng)
@@ -156,7 +159,8 @@ def test_guesses_are_images_and_no_more_than_records(name):
 @pytest.mark.parametrize("name", READY)
 def test_it_is_refused_to_the_honest_and_to_clients(name):
     attack = attack_of(name)
-    assert isinstance(attack, ActiveAttack)
+    assert isinstance(attack, PreparedAttack)
+    assert attack.manipulates
     threat.check(name, attack, ThreatModel(malicious=True))
     for honest_one in (
         ThreatModel(),
@@ -173,6 +177,6 @@ def test_it_is_refused_to_the_honest_and_to_clients(name):
 def test_what_is_withheld_is_missed_in_words(name):
     _, _, seen, _ = play(name)
     attack = attack_of(name)
-    for gap in ({"secret": None}, {"training": None}, {"records": None}):
+    for gap in ({"kept": None}, {"training": None}, {"records": None}):
         with pytest.raises(LeakGaugeError):
             attack.reconstruct(replace(seen, **gap), seeded())

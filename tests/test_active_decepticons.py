@@ -10,27 +10,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor
 
 from leakgauge import data, models
 from leakgauge.attacks.active.decepticons import Decepticons, Found, recover
 from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
-from leakgauge.fl.local import normalised, train
+from leakgauge.fl.local import train
 from leakgauge.models.text import TextTransformer
+from leakgauge.records import AS_THEY_ARE, Scale, record_of
 from leakgauge.threat import observe
 from leakgauge.types import (
     Batch,
     Dataset,
     LocalTraining,
     Observation,
+    Preparation,
     Reconstruction,
     Round,
-    Tampered,
     ThreatModel,
 )
 
-TRAINING = LocalTraining(lr=0.01, batch_size=2, mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.3))
+TRAINING = LocalTraining(lr=0.01, batch_size=2)
+SCALE = Scale(mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.3))
 MALICIOUS = ThreatModel(malicious=True)
 VOCABULARY, LENGTH = 300, 12
 
@@ -74,13 +77,15 @@ def attacked(
     public: Dataset | None = None,
     records: int | None = None,
     seed: int = 0,
-) -> tuple[Round, Observation, Tampered]:
+) -> tuple[Round, Observation, Preparation]:
     attack = attack or Decepticons()
     private = private or pictures(40, 1)
-    round_ = simulate(Scenario(lambda: model, private, training, records=records), seeded(seed))
-    sent = attack.tamper(target(round_, public or pictures(300, 2)), seeded(seed + 1))
+    scale = SCALE if private.inputs.is_floating_point() else AS_THEY_ARE
+    scenario = Scenario(lambda: model, private, training, records=records, scale=scale)
+    round_ = simulate(scenario, seeded(seed))
+    sent = attack.prepare(target(round_, public or pictures(300, 2)), seeded(seed + 1))
     round_ = tampered(round_, sent, seeded())
-    return round_, observe(round_, MALICIOUS), sent
+    return round_, observe(round_, MALICIOUS, kept=sent.kept), sent
 
 
 def patches(images: Tensor, side: int = 4) -> Tensor:
@@ -98,11 +103,15 @@ def judged(found: Found, truth: Tensor) -> tuple[Tensor, Tensor]:
     return -10 * best.log10(), record
 
 
-def alone(model: Any, inputs: Tensor, training: LocalTraining) -> int:
+def entering(inputs: Tensor) -> Tensor:
+    return record_of(inputs, SCALE).entering(inputs)
+
+
+def alone(model: Any, inputs: Tensor) -> int:
     """How many tokens of these records are alone between two thresholds of some block."""
     model = copy.deepcopy(model).double().eval()
     with torch.no_grad():
-        x = model.patch_embed(normalised(inputs.double(), training)) + model.pos_embed[:, 1:]
+        x = model.patch_embed(entering(inputs.double())) + model.pos_embed[:, 1:]
         x = x.flatten(0, 1)[:, None]
         single = torch.zeros(len(x), dtype=torch.bool)
         for block in model.blocks[:-1]:
@@ -120,7 +129,7 @@ def test_what_is_found_is_exact_and_is_what_theory_allows(activation, seed):
     found = recover(seen, Decepticons.tolerance)
     psnr, _ = judged(found, round_.truths[0].inputs)
     assert (psnr > 50).all()  # never a mixture
-    expected = alone(sent.models[0], round_.truths[0].inputs, TRAINING)
+    expected = alone(sent.models[0], round_.truths[0].inputs)
     assert expected > 20  # of 32
     assert abs(len(found) - expected) <= 2
     assert found.residuals.max() < Decepticons.tolerance
@@ -145,7 +154,7 @@ def test_patches_come_together_in_their_records(activation):
     assert torch.equal(shown[record, found.positions], found.patches)
     blank = torch.ones(4, 16, dtype=torch.bool)
     blank[record, found.positions] = False
-    colour = sent.secret["colour"].view(1, 3, 1, 1)
+    colour = sent.kept.tensors["colour"].view(1, 3, 1, 1)
     assert blank.any()
     assert (shown[blank] == colour).all()
     assert 0 <= guess.residual < 0.6
@@ -155,7 +164,7 @@ def test_two_patches_of_one_position_between_two_thresholds_are_refused():
     """Their mixture points to the position as each of them does; only its length tells."""
     round_, seen, sent = attacked(vit())
     model: Any = sent.models[0]
-    images = normalised(round_.truths[0].inputs, TRAINING)
+    images = entering(round_.truths[0].inputs)
     with torch.no_grad():
         y = model.blocks[0].norm2(model.patch_embed(images) + model.pos_embed[:, 1:])[:, 5]
 
@@ -192,7 +201,7 @@ def test_what_weight_decay_took_is_added_back():
 
 
 def test_the_honest_model_shows_nothing():
-    round_ = simulate(Scenario(vit, pictures(40, 1), TRAINING), seeded())
+    round_ = simulate(Scenario(vit, pictures(40, 1), TRAINING, scale=SCALE), seeded())
     assert len(recover(observe(round_, MALICIOUS), Decepticons.tolerance)) == 0
 
 
@@ -246,8 +255,9 @@ def test_a_text_model_trains_on_whole_numbers():
     model = text_model()
     batch = texts(4, 0)
     assert model(batch.inputs).shape == (4, 3)
-    training = LocalTraining(batch_size=4, mean=(0.5,), std=(0.1,))  # which tokens do not feel
-    update = train(model, Batch(batch.inputs, batch.labels), training, seeded()).update
+    training = LocalTraining(batch_size=4)
+    scaled = setting(model, batch.inputs, 3, Scale((0.5,), (0.1,)))  # which tokens do not feel
+    update = train(scaled, Batch(batch.inputs, batch.labels), training, seeded()).update
     loss = F.cross_entropy(model(batch.inputs), batch.labels)
     loss.backward()
     for name, parameter in model.named_parameters():
@@ -256,10 +266,10 @@ def test_a_text_model_trains_on_whole_numbers():
 
 def test_same_seed_same_model_and_nothing_is_changed():
     model = vit()
-    round_ = simulate(Scenario(lambda: model, pictures(40, 1), TRAINING), seeded())
+    round_ = simulate(Scenario(lambda: model, pictures(40, 1), TRAINING, scale=SCALE), seeded())
     given = target(round_, pictures(300, 2))
     before = copy.deepcopy(given.model.state_dict())
-    first, second, other = (Decepticons().tamper(given, seeded(s)).models[0] for s in (0, 0, 1))
+    first, second, other = (Decepticons().prepare(given, seeded(s)).models[0] for s in (0, 0, 1))
     for name, value in given.model.state_dict().items():
         assert torch.equal(value, before[name])
         assert torch.equal(first.state_dict()[name], second.state_dict()[name])
@@ -270,8 +280,9 @@ def test_same_seed_same_model_and_nothing_is_changed():
 
 def test_models_it_cannot_read_are_refused():
     def tampering(model: torch.nn.Module) -> None:
-        round_ = simulate(Scenario(lambda: model, pictures(8, 1), TRAINING), seeded())
-        Decepticons().tamper(target(round_, pictures(8, 2)), seeded())
+        scenario = Scenario(lambda: model, pictures(8, 1), TRAINING, scale=SCALE)
+        round_ = simulate(scenario, seeded())
+        Decepticons().prepare(target(round_, pictures(8, 2)), seeded())
 
     mlp = models.make("mlp", shape=(3, 16, 16), classes=5, rng=seeded())
     with pytest.raises(NotApplicable, match=r"pre-norm transformer .* no 'blocks"):
@@ -290,8 +301,8 @@ def test_models_it_cannot_read_are_refused():
 def test_what_it_needs():
     round_, seen, _ = attacked(vit())
     with pytest.raises(NotApplicable, match=r"target\(round, public\)"):
-        Decepticons().tamper(target(round_), seeded())
-    for missing in ("training", "records", "secret"):
+        Decepticons().prepare(target(round_), seeded())
+    for missing in ("training", "records", "kept"):
         with pytest.raises(Withheld):
             Decepticons().reconstruct(replace(seen, **{missing: None}), seeded())
     adam = replace(seen, training=replace(TRAINING, optimiser="adam"))

@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_active import SHAPE, TRAINING, host, images, seeded
+from nouns import setting
+from test_active import SCALE, SHAPE, TRAINING, host, images, seeded
 from torch import Tensor, nn
 
 from leakgauge import data, models, threat
 from leakgauge.attacks.active import Fishing
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import tampered
-from leakgauge.fl.local import loss, normalised
+from leakgauge.fl.local import loss
 from leakgauge.metrics import psnr
+from leakgauge.records import Scale, record_of
 from leakgauge.types import (
     Batch,
     Dataset,
@@ -38,12 +40,14 @@ def caught(
     batch: Batch,
     training: LocalTraining = TRAINING,
     public: Dataset | None = None,
+    scale: Scale = SCALE,
 ) -> tuple[Observation, Reconstruction]:
-    shape, classes = tuple(batch.inputs.shape[1:]), 4 if batch.inputs.shape[-1] == 16 else 10
+    host_ = setting(model, batch, 4 if batch.inputs.shape[-1] == 16 else 10, scale)
     training = replace(training, batch_size=min(len(batch), training.batch_size))
-    sent = attack.tamper(Target(model, shape, classes, training, len(batch), 1, public), seeded())
-    round_ = Round(model, (batch,), ({},), (1.0,), {}, training, (len(batch),), shape, classes)
-    seen = threat.observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
+    sent = attack.prepare(Target(host_, training, len(batch), 1, public), seeded())
+    round_ = Round(host_, ({},), (1.0,), {}, training, (len(batch),), truths=(batch,))
+    played = tampered(round_, sent, seeded())
+    seen = threat.observe(played, ThreatModel(malicious=True), kept=sent.kept)
     return seen, attack.reconstruct(seen, seeded())
 
 
@@ -55,13 +59,13 @@ def batch_with(label: int, times: int, size: int = 12) -> Batch:
     return Batch(images(size, 1).inputs, labels)
 
 
-def features(model: nn.Module, inputs: Tensor, training: LocalTraining = TRAINING) -> Tensor:
+def features(model: nn.Module, inputs: Tensor, scale: Scale = SCALE) -> Tensor:
     """What enters the last layer."""
     entered: list[Tensor] = []
     *_, last = model.modules()
     handle = last.register_forward_hook(lambda _, args, __: entered.append(args[0]))
     with torch.no_grad():
-        model(normalised(inputs, training))
+        model(record_of(inputs, scale).entering(inputs))
     handle.remove()
     return entered[0]
 
@@ -84,7 +88,7 @@ def test_the_update_is_that_of_the_fished_record_alone(model):
     batch = batch_with(1, 1)
     seen, guess = caught(Fishing(label=1), model, batch, WHOLE)
     names, weights = zip(*seen.model.named_parameters(), strict=True)
-    alone = loss(seen.model, dict(zip(names, weights, strict=True)), batch.inputs[:1],
+    alone = loss(seen.setting, dict(zip(names, weights, strict=True)), batch.inputs[:1],
                  batch.labels[:1], WHOLE)  # fmt: skip
     expected = torch.autograd.grad(alone, weights)
     for name, gradient in zip(names[:-2], expected, strict=False):
@@ -113,9 +117,10 @@ def test_softmax_regression_is_read_from_the_fished_row():
     assert psnr(guess.inputs, batch.inputs[:1]) > 100
 
 
-def test_local_steps_leave_the_image_readable():
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_local_steps_leave_the_image_readable(decay):
     batch = batch_with(2, 1)
-    training = replace(TRAINING, batch_size=4, epochs=2, lr=1e-3)
+    training = replace(TRAINING, batch_size=4, epochs=2, lr=1e-3, weight_decay=decay)
     _, guess = caught(Fishing(label=2), MLP, batch, training)
     assert psnr(guess.inputs, batch.inputs[:1]) > 40
     assert guess.facts["fished"] == pytest.approx(1, abs=0.01)
@@ -132,7 +137,7 @@ def test_noise_in_the_camouflage_lets_the_others_through():
     assert scores[0] > scores[1] > scores[2]
     (sent,) = (
         Fishing(label=2, camouflage=0.1)
-        .tamper(Target(MLP, SHAPE, 4, TRAINING, 12), seeded())
+        .prepare(Target(setting(MLP, SHAPE, 4, SCALE), TRAINING, 12), seeded())
         .models
     )
     assert sent.fc3.weight.abs().sum(1).min() > 0  # no row of zeros is left
@@ -167,20 +172,20 @@ def test_the_record_with_the_highest_feature_is_fished():
 
 
 def test_wrong_options_and_hosts_are_answered():
-    given = Target(MLP, SHAPE, 4, TRAINING, 12)
+    given = Target(setting(MLP, SHAPE, 4, SCALE), TRAINING, 12)
     with pytest.raises(InputError, match="label is 4; expected a class from 0 to 3"):
-        Fishing(label=4).tamper(given, seeded())
+        Fishing(label=4).prepare(given, seeded())
     with pytest.raises(NotApplicable, match="this server has none"):
-        Fishing(by="feature").tamper(given, seeded())
+        Fishing(by="feature").prepare(given, seeded())
     with pytest.raises(NotApplicable, match="at least 24 public images of class 0, got 10"):
-        Fishing(by="feature").tamper(replace(given, public=images(40, 2)), seeded())
+        Fishing(by="feature").prepare(replace(given, public=images(40, 2)), seeded())
     blank = host("mlp", {})
     nn.init.zeros_(blank.fc2.weight)
     with pytest.raises(NotApplicable, match=r"row = 0\.5"):
-        Fishing().tamper(replace(given, model=blank), seeded())
+        Fishing().prepare(replace(given, setting=setting(blank, SHAPE, 4)), seeded())
     unbiased = nn.Sequential(nn.Flatten(), nn.Linear(768, 4, bias=False))
     with pytest.raises(NotApplicable, match="the bias of the last layer, and in '1'"):
-        Fishing().tamper(replace(given, model=unbiased), seeded())
+        Fishing().prepare(replace(given, setting=setting(unbiased, SHAPE, 4)), seeded())
 
 
 # --- CIFAR-10 ----------------------------------------------------------------------------------
@@ -190,15 +195,16 @@ def test_wrong_options_and_hosts_are_answered():
 @pytest.mark.parametrize(("name", "options"), [("mlp", {"hidden": [512, 256]}), ("cnn", {})])
 def test_one_image_of_64(name, options):
     cifar = data.load("cifar10", split="train")
-    training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+    training = LocalTraining(batch_size=64)
+    scale = Scale(mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
     model = models.make(name, shape=(3, 32, 32), classes=10, rng=seeded(), **options)
     for label in range(3):
         order = torch.randperm(len(cifar), generator=seeded(label))
         of_class = cifar.labels[order] == label
         chosen = torch.cat([order[of_class][:1], order[~of_class][:63]])
         batch = Batch(cifar.inputs[chosen], cifar.labels[chosen])
-        _, guess = caught(Fishing(label=label), model, batch, training)
+        _, guess = caught(Fishing(label=label), model, batch, training, scale=scale)
         if name == "mlp":
             assert psnr(guess.inputs, batch.inputs[:1]) > 100
-        truth = features(model, batch.inputs[:1], training)[0]
+        truth = features(model, batch.inputs[:1], scale)[0]
         assert F.cosine_similarity(guess.facts["features"], truth, dim=0) > 0.999

@@ -14,7 +14,8 @@ from typing import Literal
 
 import pytest
 import torch
-from test_active import SHAPE, TRAINING, host, images, seeded
+from nouns import setting
+from test_active import SCALE, SHAPE, TRAINING, host, images, seeded
 from torch import Tensor, nn
 
 from leakgauge import data, models, threat
@@ -22,16 +23,16 @@ from leakgauge.attacks.active import Loki, RobbingTheFed, TrapWeights
 from leakgauge.attacks.active._imprint import best, neighbours, reader
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, simulate, tampered, target
-from leakgauge.fl.local import normalised
 from leakgauge.metrics import psnr
+from leakgauge.records import AS_THEY_ARE, Scale, record_of
 from leakgauge.types import (
-    ActiveAttack,
     Batch,
     Dataset,
     LocalTraining,
+    Preparation,
+    PreparedAttack,
     Reconstruction,
     Round,
-    Tampered,
     Target,
     ThreatModel,
 )
@@ -39,8 +40,12 @@ from leakgauge.types import (
 needs_cifar = pytest.mark.skipif("LEAKGAUGE_DATA" not in os.environ, reason="needs CIFAR-10")
 
 
-def given(model: nn.Module, records: int = 16, clients: int = 1, public: int = 400) -> Target:
-    return Target(model, SHAPE, 4, TRAINING, records, clients, images(public, 2))
+def given(model: nn.Module, clients: int = 1, public: int = 400, scale: Scale = SCALE) -> Target:
+    return Target(setting(model, SHAPE, 4, scale), TRAINING, 16, clients, images(public, 2))
+
+
+def entering(inputs: Tensor) -> Tensor:
+    return record_of(inputs, SCALE).entering(inputs)
 
 
 def round_of(*batches: Tensor, training: LocalTraining = TRAINING) -> Round:
@@ -49,16 +54,16 @@ def round_of(*batches: Tensor, training: LocalTraining = TRAINING) -> Round:
     shares = (1 / len(batches),) * len(batches)
     empty: tuple[dict[str, Tensor], ...] = ({},) * len(batches)
     sizes = tuple(len(x) for x in batches)
-    return Round(nn.Identity(), truths, empty, shares, {}, training, sizes, SHAPE, 4)
+    blank = setting(nn.Identity(), SHAPE, 4, SCALE)
+    return Round(blank, empty, shares, {}, training, sizes, truths=truths)
 
 
 def attacked(
-    attack: ActiveAttack, sent: Tampered, round_: Round, actor: threat.Actor = "server"
+    attack: PreparedAttack, sent: Preparation, round_: Round, actor: threat.Actor = "server"
 ) -> Reconstruction:
     played = tampered(round_, sent, seeded())
-    return attack.reconstruct(
-        threat.observe(played, ThreatModel(actor=actor, malicious=True)), seeded()
-    )
+    seen = threat.observe(played, ThreatModel(actor=actor, malicious=True), kept=sent.kept)
+    return attack.reconstruct(seen, seeded())
 
 
 def recovered(guess: Reconstruction, truth: Tensor, above: float = 50.0) -> int:
@@ -97,7 +102,7 @@ def test_convolutions_in_front_are_made_to_hand_the_image_on():
     entered: list[Tensor] = []
     model.fc1.register_forward_hook(lambda _, args, __: entered.append(args[0]))
     x = images(3, 5).inputs
-    model(normalised(x, TRAINING))
+    model(entering(x))
     torch.testing.assert_close(entered[0][:, : x[0].numel()], x.flatten(1))
     assert not entered[0][:, x[0].numel() :].any()
 
@@ -134,25 +139,25 @@ class Strided(nn.Module):
 def test_hosts_that_cannot_be_read_are_refused_in_words(model, words):
     for attack in (RobbingTheFed(), TrapWeights()):
         with pytest.raises(NotApplicable, match=words):
-            attack.tamper(given(model()), seeded())
+            attack.prepare(given(model()), seeded())
 
 
 def test_wrong_sizes_and_missing_public_images_are_answered():
     model = host("mlp", {"hidden": [8]})
     with pytest.raises(NotApplicable, match="9 bins need as many units"):
-        RobbingTheFed(bins=9).tamper(given(model), seeded())
+        RobbingTheFed(bins=9).prepare(given(model), seeded())
     with pytest.raises(NotApplicable, match="at least 16 of them, got 7"):
-        RobbingTheFed().tamper(given(model, public=7), seeded())
+        RobbingTheFed().prepare(given(model, public=7), seeded())
     for attack in (RobbingTheFed(), RobbingTheFed(form="block"), Loki()):
         with pytest.raises(NotApplicable, match="this server has none"):
-            attack.tamper(replace(given(model), public=None), seeded())
+            attack.prepare(replace(given(model), public=None), seeded())
     other = replace(given(model), public=Dataset("x", torch.rand(9, 3, 8, 8), torch.zeros(9), ()))
     with pytest.raises(InputError, match=r"\(3, 8, 8\), those of the clients \(3, 16, 16\)"):
-        RobbingTheFed().tamper(other, seeded())
+        RobbingTheFed().prepare(other, seeded())
     with pytest.raises(InputError, match="scale must lie between 0 and 1"):
-        TrapWeights(scale=1.1).tamper(given(model), seeded())
+        TrapWeights(scale=1.1).prepare(given(model), seeded())
     with pytest.raises(NotApplicable, match=r"rows is 9, but 'fc1\.weight' has 8"):
-        TrapWeights(rows=9).tamper(given(model), seeded())
+        TrapWeights(rows=9).prepare(given(model), seeded())
 
 
 # --- Robbing the Fed ---------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def test_wrong_sizes_and_missing_public_images_are_answered():
 def by_brightness(places: Sequence[float]) -> Tensor:
     """Images whose brightness, as the network sees it, is at these quantiles of the public."""
     public = images(400, 2).inputs
-    order = normalised(public, TRAINING).flatten(1).mean(1).argsort()
+    order = entering(public).flatten(1).mean(1).argsort()
     return public[order[[int(place * 400) for place in places]]]
 
 
@@ -178,7 +183,7 @@ FORMS = [
 def test_records_alone_in_their_bin_are_exact_and_a_pair_is_one_guess(attack, name, options):
     alone = by_brightness([0.06, 0.19, 0.31, 0.44, 0.56, 0.69, 0.94])  # all but the bin .75–.875
     pair = by_brightness([0.78, 0.84])
-    sent = attack.tamper(given(host(name, options)), seeded())
+    sent = attack.prepare(given(host(name, options)), seeded())
     x = torch.cat([alone, pair])
     guess = attacked(attack, sent, round_of(x, training=whole(x)))
     assert recovered(guess, alone, 60) == len(alone)
@@ -194,7 +199,7 @@ def test_records_alone_in_their_bin_are_exact_and_a_pair_is_one_guess(attack, na
 def test_updates_of_several_steps_are_read_too(change):
     x = by_brightness([0.06, 0.19, 0.31, 0.44, 0.56, 0.69, 0.81, 0.94])
     attack = RobbingTheFed()
-    sent = attack.tamper(given(host("mlp", {"hidden": [8, 16]})), seeded())
+    sent = attack.prepare(given(host("mlp", {"hidden": [8, 16]})), seeded())
     training = replace(whole(x), **change)
     assert recovered(attacked(attack, sent, round_of(x, training=training)), x, 30) >= 7
 
@@ -203,7 +208,7 @@ def test_adam_is_refused_in_words():
     x = images(4, 1).inputs
     training = replace(whole(x), optimiser="adam")
     for attack in (RobbingTheFed(), TrapWeights(), Loki(bins=8)):
-        sent = attack.tamper(given(host("mlp", {"hidden": [8]})), seeded())
+        sent = attack.prepare(given(host("mlp", {"hidden": [8]})), seeded())
         with pytest.raises(NotApplicable, match="'adam' is rescaled"):
             attacked(attack, sent, round_of(x, training=training))
 
@@ -213,14 +218,14 @@ def test_adam_is_refused_in_words():
 
 def test_rows_are_half_negative_and_the_rest_the_same_magnitudes_scaled():
     model = host("mlp", {"hidden": [6]})
-    no_scale = replace(given(model), training=replace(TRAINING, mean=(0.0,), std=(1.0,)))
-    rows = TrapWeights(scale=0.9).tamper(no_scale, seeded()).models[0].fc1.weight.detach()
+    no_scale = given(model, scale=AS_THEY_ARE)
+    rows = TrapWeights(scale=0.9).prepare(no_scale, seeded()).models[0].fc1.weight.detach()
     for row in rows:
         negative, positive = -row[row < 0], row[row > 0]
         assert len(negative) == len(positive) == len(row) // 2
         torch.testing.assert_close(0.9 * negative.sort().values, positive.sort().values)
     adaptive = TrapWeights(magnitudes="independent", amplitude="host")
-    (sent,) = adaptive.tamper(no_scale, seeded()).models
+    (sent,) = adaptive.prepare(no_scale, seeded()).models
     magnitudes = sent.fc1.weight.detach().abs()
     assert len(magnitudes.flatten().unique()) > 0.99 * magnitudes.numel()
     honest = model.fc1.weight.detach().square().mean()
@@ -231,22 +236,23 @@ def test_normalisation_is_folded_in():
     """The trapped layer answers as the rows would on pixels in [0, 1]."""
     model = host("mlp", {"hidden": [6]})
     x = images(5, 1).inputs
-    plain = replace(given(model), training=replace(TRAINING, mean=(0.0,), std=(1.0,)))
-    on_pixels = TrapWeights().tamper(plain, seeded()).models[0].fc1
-    folded = TrapWeights().tamper(given(model), seeded()).models[0].fc1
+    plain = given(model, scale=AS_THEY_ARE)
+    on_pixels = TrapWeights().prepare(plain, seeded()).models[0].fc1
+    folded = TrapWeights().prepare(given(model), seeded()).models[0].fc1
     torch.testing.assert_close(
-        folded(normalised(x, TRAINING).flatten(1)), on_pixels(x.flatten(1)), rtol=1e-4, atol=1e-4
+        folded(entering(x).flatten(1)), on_pixels(x.flatten(1)), rtol=1e-4, atol=1e-4
     )
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("name", "options"), [("mlp", {"hidden": [128]}), ("cnn", {"channels": 3, "hidden": 128})]
 )
-def test_trap_weights_catch_records_and_with_the_wrong_signs_they_do_not(name, options):
+def test_trap_weights_catch_records_and_with_the_wrong_signs_they_do_not(name, options, decay):
     x = images(16, 1).inputs
     attack = TrapWeights(scale=0.9)
-    sent = attack.tamper(given(host(name, options)), seeded())
-    round_ = round_of(x, training=whole(x))
+    sent = attack.prepare(given(host(name, options)), seeded())
+    round_ = round_of(x, training=replace(whole(x), weight_decay=decay))
     caught = recovered(attacked(attack, sent, round_), x)
     layer = sent.models[0].fc1
     with torch.no_grad():
@@ -263,7 +269,7 @@ def test_one_aggregate_shows_the_images_of_every_client_and_whose_they_are():
     clients = [by_brightness([0.06, 0.31, 0.56]), by_brightness([0.07, 0.32, 0.57]),
                by_brightness([0.44, 0.69, 0.94])]  # fmt: skip
     attack = Loki(bins=8)
-    sent = attack.tamper(given(host("lenet-zhu", {}), clients=3), seeded())
+    sent = attack.prepare(given(host("lenet-zhu", {}), clients=3), seeded())
     assert len(sent.models) == 3
     round_ = round_of(*clients, training=whole(clients[0]))
     guess = attacked(attack, sent, round_, "aggregate")
@@ -272,13 +278,13 @@ def test_one_aggregate_shows_the_images_of_every_client_and_whose_they_are():
         own = [k for k, owner in enumerate(guess.facts["clients"]) if owner == client]
         assert recovered(replace(guess, inputs=guess.inputs[own]), owned, 60) == 3
     # The same imprint for all: records of two clients share bins, and the aggregate mixes them.
-    mixed = attacked(attack, Tampered(sent.models[:1], sent.secret), round_, "aggregate")
+    mixed = attacked(attack, replace(sent, models=sent.models[:1]), round_, "aggregate")
     assert recovered(mixed, torch.cat(clients[:2]), 60) == 0
     assert set(mixed.facts["clients"]) == {0}
 
 
 def test_clients_differ_in_the_kernels_only():
-    sent = Loki(bins=8).tamper(given(host("lenet-zhu", {}), clients=2), seeded())
+    sent = Loki(bins=8).prepare(given(host("lenet-zhu", {}), clients=2), seeded())
     first, second = (model.state_dict() for model in sent.models)
     differ = {key for key in first if not torch.equal(first[key], second[key])}
     assert differ == {"conv.weight", "conv.bias"}
@@ -286,7 +292,8 @@ def test_clients_differ_in_the_kernels_only():
 
 # --- CIFAR-10 ----------------------------------------------------------------------------------
 
-CIFAR = LocalTraining(batch_size=64, mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
+CIFAR = LocalTraining(batch_size=64)
+CIFAR_SCALE = Scale(mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
 FEDAVG = replace(CIFAR, batch_size=8, epochs=1)
 MLP = ("mlp", {"hidden": [512, 256]})
 CNN = ("cnn", {})
@@ -302,7 +309,7 @@ def cifar(whose: Literal["clients", "server"]) -> Dataset:
 
 
 def count(
-    attack: ActiveAttack,
+    attack: PreparedAttack,
     network: tuple[str, dict[str, object]],
     training: LocalTraining = CIFAR,
     above: float = 50.0,
@@ -317,13 +324,14 @@ def count(
         build = {"shape": (3, 32, 32), "classes": 10, "rng": seeded(seed)}
         scenario = Scenario(
             lambda: models.make(name, **build, **options),  # noqa: B023
-            cifar("clients"), training, clients, records=64,
+            cifar("clients"), training, clients, records=64, scale=CIFAR_SCALE,
         )  # fmt: skip
         round_ = simulate(scenario, rng)
-        sent = attack.tamper(target(round_, cifar("server")), rng)
+        sent = attack.prepare(target(round_, cifar("server")), rng)
         round_ = tampered(round_, sent, rng)
         seen = ThreatModel(actor="aggregate" if clients > 1 else "server", malicious=True)
-        guess = attack.reconstruct(threat.observe(round_, seen), rng).inputs.flatten(1)
+        held = threat.observe(round_, seen, kept=sent.kept)
+        guess = attack.reconstruct(held, rng).inputs.flatten(1)
         truth = threat.covered(round_, seen).inputs.flatten(1)
         error = torch.cdist(guess.double(), truth.double()).square().min(0).values / truth.shape[1]
         counts.append(int((error < 10 ** (-above / 10)).sum()))

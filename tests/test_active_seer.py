@@ -6,23 +6,39 @@ Long training is measured by benchmarks/seer.py.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge.attacks.active import seer
 from leakgauge.attacks.active.seer import Seer
 from leakgauge.errors import CheckpointError, InputError, NotApplicable, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
-from leakgauge.fl.local import normalised, ready
+from leakgauge.fl.local import ready
+from leakgauge.kept import Checkpoint, key_of
+from leakgauge.records import Scale, record_of
 from leakgauge.threat import observe
-from leakgauge.types import Dataset, LocalTraining, Named, Resources, Round, ThreatModel
+from leakgauge.types import (
+    Dataset,
+    LocalTraining,
+    Named,
+    Observation,
+    Preparation,
+    Resources,
+    Round,
+    Target,
+    ThreatModel,
+)
 
-TRAINING = LocalTraining(lr=0.05, batch_size=4, mean=(0.5,), std=(0.25,), weight_decay=0.01)
+TRAINING = LocalTraining(lr=0.05, batch_size=4, weight_decay=0.01)
+SCALE = Scale(mean=(0.5,), std=(0.25,))
 TINY = Seer(steps=6, side=2, width=5)
 
 
@@ -32,7 +48,15 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 @pytest.fixture
 def round_(model: nn.Module, easy: Dataset) -> Round:
-    return simulate(Scenario(lambda: model, easy, TRAINING), seeded())
+    return simulate(Scenario(lambda: model, easy, TRAINING, scale=SCALE), seeded())
+
+
+def entering(inputs: Tensor) -> Tensor:
+    return record_of(inputs, SCALE).entering(inputs)
+
+
+def observed(round_: Round, sent: Preparation) -> Observation:
+    return observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True), kept=sent.kept)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -41,11 +65,11 @@ def test_gradients_of_single_records_inside_their_batch(model, batch, mode):
     shares = torch.randn(2, len(batch), generator=seeded())
     values = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     buffers = {n: b.clone() for n, b in model.named_buffers()}
-    run = ready(model, training)
-    found = seer.gradients(run, values, buffers, batch, shares, training, 4)
+    run = setting(ready(model, training), batch, 4, SCALE)
+    found = seer.gradients(run, values, buffers, batch, shares, training)
 
     twin = ready(model, training)
-    logits = torch.func.functional_call(twin, values, (normalised(batch.inputs, training),))
+    logits = torch.func.functional_call(twin, values, (entering(batch.inputs),))
     losses = F.cross_entropy(logits, batch.labels, reduction="none")
     single = [torch.autograd.grad(one, list(values.values()), retain_graph=True) for one in losses]
     for row, share in zip(found, shares, strict=True):
@@ -117,10 +141,10 @@ def test_the_signs_have_the_sum_of_the_paper_as_their_mean():
 
 def test_training_moves_the_model_the_disaggregator_and_the_reconstructor(round_, easy):
     given = target(round_, easy)
-    before = Seer(steps=1, side=2, width=5).tamper(given, seeded(), Resources(seconds=0))
-    after = Seer(steps=1, side=2, width=5).tamper(given, seeded())
+    before = Seer(steps=1, side=2, width=5).prepare(given, seeded(), Resources(seconds=0))
+    after = Seer(steps=1, side=2, width=5).prepare(given, seeded())
     for name in seer.DECODER:
-        assert not torch.equal(before.secret[name], after.secret[name])
+        assert not torch.equal(before.kept.tensors[name], after.kept.tensors[name])
     honest = dict(given.model.named_parameters())
     unmoved = [n for n, p in after.models[0].named_parameters() if torch.equal(p, honest[n])]
     # A batch norm takes away what the bias before it adds.
@@ -134,38 +158,39 @@ def test_the_decoder_is_given_the_sum_of_the_gradients(round_, easy, entries):
     """From what the client sends, with its learning rate, mean and weight decay."""
     total = sum(p.numel() for p in round_.model.parameters())
     attack = replace(TINY, entries=entries)
-    sent = attack.tamper(target(round_, easy), seeded())
-    assert sent.secret["d.weight"].shape[1] == min(entries, total)
+    sent = attack.prepare(target(round_, easy), seeded())
+    kept = sent.kept.tensors
+    assert kept["d.weight"].shape[1] == min(entries, total)
     played = tampered(round_, sent, seeded())
-    got = seer.picture(observe(played, ThreatModel(malicious=True)))
+    got = seer.picture(observe(played, ThreatModel(malicious=True), kept=sent.kept))
     model, truth = sent.models[0], played.truths[0]
     net = ready(model, TRAINING)
-    losses = F.cross_entropy(
-        net(normalised(truth.inputs, TRAINING)), truth.labels, reduction="none"
-    )
+    losses = F.cross_entropy(net(entering(truth.inputs)), truth.labels, reduction="none")
     gradient = torch.autograd.grad(losses.sum(), list(net.parameters()))
-    row = seer.read(gradient, sent.secret["chosen"]) * sent.secret["scale"]
-    wanted = seer.decode(seer.disaggregate(row, sent.secret), sent.secret)
+    row = seer.read(gradient, kept.get("chosen")) * kept["scale"]
+    wanted = seer.decode(seer.disaggregate(row, kept), kept)
     torch.testing.assert_close(got, wanted.view(3, 2, 2).clamp(0, 1), atol=1e-4, rtol=1e-4)
 
 
 def test_one_picture_is_returned_enlarged(round_, easy):
-    sent = TINY.tamper(target(round_, easy), seeded())
-    seen = observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
+    sent = TINY.prepare(target(round_, easy), seeded())
+    seen = observed(round_, sent)
     guess = TINY.reconstruct(seen, seeded())
     assert guess.inputs.shape == (1, 3, 8, 8)
     assert guess.inputs.min() >= 0
     assert guess.inputs.max() <= 1
-    flat = replace(seen, secret={**sent.secret, "d.weight": 0 * sent.secret["d.weight"]})
+    kept = sent.kept.tensors
+    nothing = kept | {"d.weight": 0 * kept["d.weight"]}
+    flat = replace(seen, kept=replace(sent.kept, tensors=nothing))
     constant = TINY.reconstruct(flat, seeded()).inputs
     assert not torch.equal(constant, guess.inputs)  # the update is read
-    torch.testing.assert_close(constant[0, :, 0, 0], sent.secret["r.bias"].view(3, 4)[:, 0])
+    torch.testing.assert_close(constant[0, :, 0, 0], kept["r.bias"].view(3, 4)[:, 0])
 
 
 def test_a_short_training_lowers_the_objective(round_, easy):
     told: list[float] = []
     attack = Seer(steps=80, side=2, width=8, lr=3e-3, alpha_first=1, alpha_last=1)
-    attack.tamper(
+    attack.prepare(
         target(round_, easy), seeded(), Resources(progress=lambda _, __, value: told.append(value))
     )
     assert len(told) == 80
@@ -176,40 +201,49 @@ class Interrupted(Exception):
     pass
 
 
-def interrupt(at: int) -> Resources:
-    def progress(done: int, _: int, __: float) -> None:
-        if done == at:
-            raise Interrupted
-
-    return Resources(progress=progress)
+def checkpointed(path: Path, given: Target, rng: torch.Generator, **options: Any) -> Resources:
+    return Resources(checkpoint=Checkpoint(path, key_of(TINY, given, rng)), **options)
 
 
-def test_a_resumed_training_is_the_uninterrupted_one(round_, easy, tmp_path):
-    given = target(round_, easy)
+def test_a_resumed_training_is_the_uninterrupted_one(round_, easy, tmp_path, monkeypatch):
+    monkeypatch.setattr(seer, "EVERY", 2)
+    given, file = target(round_, easy), tmp_path / "seer.safetensors"
     rng = seeded(3)
-    whole = TINY.tamper(given, rng)
-    kept = replace(TINY, folder=str(tmp_path), every=2)
-    with pytest.raises(Interrupted):
-        kept.tamper(given, seeded(3), interrupt(5))  # kept after 2 and 4
+    whole = TINY.prepare(given, rng)
+
+    def stop(at: int) -> Callable[[int, int, float], None]:
+        def progress(done: int, _: int, __: float) -> None:
+            if done == at:
+                raise Interrupted
+
+        return progress
+
+    with pytest.raises(Interrupted):  # kept after 2 and 4
+        TINY.prepare(given, seeded(3), checkpointed(file, given, seeded(3), progress=stop(5)))
     again = seeded(3)
     steps: list[int] = []
-    resumed = kept.tamper(given, again, Resources(progress=lambda step, *_: steps.append(step)))
+    resumed = TINY.prepare(
+        given, again, checkpointed(file, given, again, progress=lambda step, *_: steps.append(step))
+    )
     assert steps == [5, 6]
-    third = kept.tamper(given, seeded(3), interrupt(6))  # finished: nothing is trained
+    third = TINY.prepare(  # finished: nothing is trained
+        given, seeded(3), checkpointed(file, given, seeded(3), progress=stop(6))
+    )
     for one in (resumed, third):
         for name, value in whole.models[0].state_dict().items():
             assert torch.equal(value, one.models[0].state_dict()[name])
-        for name in seer.DECODER:
-            assert torch.equal(whole.secret[name], one.secret[name])
-        assert whole.secret["error"] == one.secret["error"]
+        assert set(one.kept.tensors) == set(whole.kept.tensors)
+        for name, value in whole.kept.tensors.items():
+            assert torch.equal(value, one.kept.tensors[name])
+        assert whole.kept.facts == one.kept.facts
     assert torch.equal(rng.get_state(), again.get_state())
 
 
 @pytest.mark.parametrize("change", ["lr", "seed", "public", "model", "training"])
 def test_another_training_is_not_continued(round_, easy, tmp_path, change):
-    kept = replace(TINY, folder=str(tmp_path))
-    kept.tamper(target(round_, easy), seeded())
-    attack: Any = replace(kept, lr=2e-3) if change == "lr" else kept
+    given, file = target(round_, easy), tmp_path / "seer.safetensors"
+    TINY.prepare(given, seeded(), checkpointed(file, given, seeded()))
+    attack = replace(TINY, lr=2e-3) if change == "lr" else TINY
     given = target(round_, easy)
     if change == "public":
         given = replace(given, public=replace(easy, inputs=easy.inputs.flip(3)))
@@ -218,33 +252,35 @@ def test_another_training_is_not_continued(round_, easy, tmp_path, change):
             next(given.model.parameters()).add_(1e-3)
     if change == "training":
         given = replace(given, training=replace(TRAINING, lr=0.01))
-    with pytest.raises(CheckpointError, match=r"seer\.safetensors.*name another folder"):
-        attack.tamper(given, seeded(1 if change == "seed" else 0))
+    rng = seeded(1 if change == "seed" else 0)
+    place = Checkpoint(file, key_of(attack, given, rng))
+    with pytest.raises(CheckpointError, match=r"seer\.safetensors.*name another file"):
+        attack.prepare(given, rng, Resources(checkpoint=place))
 
 
 def test_the_time_budget_ends_the_training_and_is_told(round_, easy):
-    sent = TINY.tamper(target(round_, easy), seeded(), Resources(seconds=0))
-    seen = observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
+    sent = TINY.prepare(target(round_, easy), seeded(), Resources(seconds=0))
+    seen = observed(round_, sent)
     assert any("after 0 of 6 steps" in note for note in TINY.reconstruct(seen, seeded()).notes)
 
 
 def test_nothing_is_changed_and_the_seed_decides(round_, easy):
     given = target(round_, easy)
     before = copy.deepcopy(given.model.state_dict())
-    first, second, other = (TINY.tamper(given, seeded(s)) for s in (0, 0, 1))
+    first, second, other = (TINY.prepare(given, seeded(s)) for s in (0, 0, 1))
     for name, value in given.model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert torch.equal(first.secret["d.weight"], second.secret["d.weight"])
-    assert not torch.equal(first.secret["d.weight"], other.secret["d.weight"])
+    assert torch.equal(first.kept.tensors["d.weight"], second.kept.tensors["d.weight"])
+    assert not torch.equal(first.kept.tensors["d.weight"], other.kept.tensors["d.weight"])
 
 
 def test_what_it_cannot_read_is_refused(round_, easy):
     given = target(round_, easy)
     with pytest.raises(NotApplicable, match="public images"):
-        TINY.tamper(target(round_), seeded())
+        TINY.prepare(target(round_), seeded())
     small = replace(easy, inputs=easy.inputs[..., :4])
     with pytest.raises(InputError, match="resize"):
-        TINY.tamper(target(round_, small), seeded())
+        TINY.prepare(target(round_, small), seeded())
     for training, words in (
         (replace(TRAINING, steps=2), "2 local steps"),
         (replace(TRAINING, batch_size=2), "local steps of 2 records"),
@@ -252,13 +288,13 @@ def test_what_it_cannot_read_is_refused(round_, easy):
         (replace(TRAINING, dropout="replayed"), "dropout"),
     ):
         with pytest.raises(NotApplicable, match=words):
-            TINY.tamper(replace(given, training=training), seeded())
-    sent = TINY.tamper(given, seeded())
-    seen = observe(tampered(round_, sent, seeded()), ThreatModel(malicious=True))
+            TINY.prepare(replace(given, training=training), seeded())
+    sent = TINY.prepare(given, seeded())
+    seen = observed(round_, sent)
     other = replace(seen, records=8, training=replace(TRAINING, batch_size=8))
     with pytest.raises(NotApplicable, match="batches of 4 and this update is of 8"):
         TINY.reconstruct(other, seeded())
-    for missing in ("training", "records", "secret"):
+    for missing in ("training", "records", "kept"):
         with pytest.raises(Withheld):
             TINY.reconstruct(replace(seen, **{missing: None}), seeded())
     with pytest.raises(PlanError, match="side must be at least 1, got 0"):
@@ -275,6 +311,6 @@ class Fused(nn.Module):
 
 def test_a_model_that_cannot_be_differentiated_twice_is_refused(easy):
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), Fused(), nn.Linear(8, 4))
-    played = simulate(Scenario(lambda: net, easy, TRAINING), seeded())
+    played = simulate(Scenario(lambda: net, easy, TRAINING, scale=SCALE), seeded())
     with pytest.raises(NotApplicable, match="no second derivative"):
-        TINY.tamper(target(played, easy), seeded())
+        TINY.prepare(target(played, easy), seeded())

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
+from sources import FILES, imports
 
-import leakgauge
+SOURCES = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
 
-ROOT = Path(leakgauge.__file__).parent
-FILES = {
-    ".".join(("leakgauge", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    ): path
-    for path in sorted(ROOT.rglob("*.py"))
-}
-
-GROUND = {"_version", "errors", "types"}
-TOOLS = GROUND | {"config", "files", "tensors"}
+GROUND = {"_version", "errors", "papers", "records", "types"}
+TOOLS = GROUND | {"config", "files", "outside", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"audit", "guard"}
+AUDIT = FEDERATION | METHODS | {"audit", "exchanges", "guard", "kept"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
-    "types": {"errors"},
+    "papers": set(),
+    "records": {"errors"},
+    "types": {"errors", "papers", "records"},
     "config": GROUND,
     "files": GROUND,
+    "outside": GROUND | {"config", "ranges"},
+    "ranges": GROUND | {"config"},
     "tensors": GROUND,
     "fl": TOOLS,
     "threat": TOOLS | {"fl"},
+    "kept": TOOLS,
+    "exchanges": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
-    "audit": FEDERATION | METHODS | {"guard"},
+    "audit": FEDERATION | METHODS | {"exchanges", "guard", "kept"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
     "integrations": AUDIT | {"report"},
     "leakgauge": AUDIT | {"report"},  # the public names
-    "catalogue": GROUND,
+    "catalogue": GROUND | {"outside"},
     "cli": AUDIT | {"catalogue", "cli_guard", "integrations", "report"},
     "cli_guard": AUDIT | {"integrations", "report"},
     "__main__": {"cli"},
@@ -49,26 +49,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What each part may import besides itself. `cli` is in nobody's set but `__main__`'s."""
 
 ONLY_INTEGRATIONS = {"flwr", "opacus", "ray"}
-
-
-def imports(source: str, module: str, known: set[str]) -> set[str]:
-    """Full names of all modules that a source imports, also inside functions."""
-    found = set()
-    package = (
-        module if FILES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
-    )
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                origin = ".".join([*above, *([origin] if origin else [])])
-            for alias in node.names:  # `from package import module` names a module
-                name = f"{origin}.{alias.name}"
-                found.add(name if name in known else origin)
-    return found
 
 
 def part(module: str) -> str:
@@ -80,7 +60,7 @@ def wrong(source: str, module: str) -> list[str]:
     """The imports of a module that point the wrong way."""
     own = part(module)
     bad = []
-    for name in sorted(imports(source, module, set(FILES))):
+    for name in sorted(imports(source, module)):
         if name.split(".")[0] == "leakgauge":
             if part(name) != own and part(name) not in MAY_IMPORT[own]:
                 bad.append(name)
@@ -92,7 +72,7 @@ def wrong(source: str, module: str) -> list[str]:
 @pytest.mark.parametrize("module", FILES)
 def test_imports_point_one_way(module):
     assert part(module) in MAY_IMPORT, f"say in MAY_IMPORT what {part(module)} may import"
-    assert wrong(FILES[module].read_text(encoding="utf-8"), module) == []
+    assert wrong(SOURCES[module], module) == []
 
 
 @pytest.mark.parametrize(
@@ -117,13 +97,59 @@ def test_a_wrong_import_would_be_found(module, source, bad):
     assert wrong(source, module) == bad
 
 
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names that lead back to the first of them; none if there is no such way."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def graph_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    return {module: imports(source, module) & FILES.keys() for module, source in sources.items()}
+
+
+def test_no_way_of_imports_leads_back():
+    """Between modules, and between the parts by what they may import: then no import points up."""
+    assert circle(graph_of(SOURCES)) == []
+    assert circle(MAY_IMPORT) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("leakgauge.fl.local", "from leakgauge.fl.simulate import simulate"),
+        ("leakgauge.tensors", "def f():\n    import leakgauge.threat"),
+        ("leakgauge.attacks._spaces", "from . import dlg"),
+        ("leakgauge.fl.model", "from leakgauge.fl import Scenario"),
+    ],
+)
+def test_a_way_back_would_be_found(module, line):
+    found = circle(graph_of(SOURCES | {module: f"{SOURCES[module]}\n{line}\n"}))
+    assert found[0] == found[-1]
+    assert module in found
+
+
+def shared_part(module: str) -> bool:
+    return module.rpartition(".")[2].startswith("_")
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if shared_part(m)])
+def test_a_shared_part_imports_no_method_beside_it(module):
+    """`attacks/_engine.py` serves the attacks: it knows none of them."""
+    package = module.rpartition(".")[0]
+    beside = {m for m in imports(SOURCES[module], module) if m.rpartition(".")[0] == package}
+    assert [m for m in beside if not shared_part(m)] == []
+
+
 def test_the_command_line_is_on_top():
     assert [name for name, allowed in MAY_IMPORT.items() if "cli" in allowed] == ["__main__"]
 
 
 @pytest.mark.parametrize("module", FILES)
 def test_every_module_says_what_it_is(module):
-    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    tree = ast.parse(SOURCES[module])
     assert ast.get_docstring(tree)
 
 

@@ -24,13 +24,15 @@ from leakgauge.attacks import (
     InvertingGradients,
     SmoothToSharp,
 )
-from leakgauge.attacks._layers import first_linear, last_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
 from leakgauge.attacks._spaces import SPACES, SpaceName
-from leakgauge.attacks.analytic import decay, grouped, unexplained
+from leakgauge.attacks.analytic import grouped, unexplained
 from leakgauge.data.digits import digits as load_digits
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
+from leakgauge.fl.local import decay
 from leakgauge.metrics.identify import reidentified
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.threat import check, covered, observe
 from leakgauge.types import (
     Attack,
@@ -68,9 +70,15 @@ def played(
     *,
     seed: int = 0,
     records: int | None = None,
+    scale: Scale = AS_THEY_ARE,
 ) -> Round:
     scenario = Scenario(
-        lambda: model, digits(), training or LocalTraining(), clients=2, records=records
+        lambda: model,
+        digits(),
+        training or LocalTraining(),
+        clients=2,
+        records=records,
+        scale=scale,
     )
     return simulate(scenario, seeded(seed))
 
@@ -386,19 +394,19 @@ def test_every_attack_has_an_exact_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "training",
+    ("training", "scale"),
     [
-        LocalTraining(lr=0.1, steps=5),
-        LocalTraining(lr=0.1, steps=5, momentum=0.9),
-        LocalTraining(lr=0.1, weight_decay=0.3),
-        LocalTraining(lr=0.1, steps=5, momentum=0.9, weight_decay=0.3),
-        LocalTraining(lr=0.1, mean=(0.3,), std=(0.2,)),
-        LocalTraining(lr=0.1, steps=3, weight_decay=0.1, mean=(0.3,), std=(0.2,)),
+        (LocalTraining(lr=0.1, steps=5), AS_THEY_ARE),
+        (LocalTraining(lr=0.1, steps=5, momentum=0.9), AS_THEY_ARE),
+        (LocalTraining(lr=0.1, weight_decay=0.3), AS_THEY_ARE),
+        (LocalTraining(lr=0.1, steps=5, momentum=0.9, weight_decay=0.3), AS_THEY_ARE),
+        (LocalTraining(lr=0.1), Scale((0.3,), (0.2,))),
+        (LocalTraining(lr=0.1, steps=3, weight_decay=0.1), Scale((0.3,), (0.2,))),
     ],
     ids=["steps", "momentum", "decay", "momentum and decay", "normalised", "all"],
 )
-def test_analytic_is_exact_after_any_training_by_sgd(training: LocalTraining) -> None:
-    round_ = played(network("mlp", hidden=(32,), activation="sigmoid"), training)
+def test_analytic_is_exact_after_any_training_by_sgd(training: LocalTraining, scale: Scale) -> None:
+    round_ = played(network("mlp", hidden=(32,), activation="sigmoid"), training, scale=scale)
     guess, truth = attacked(Analytic(), round_)
     assert float(metrics.psnr(guess.inputs, truth.inputs)) > 100
 
@@ -459,6 +467,27 @@ def test_decay_is_the_share_that_weights_lose_without_a_gradient() -> None:
     assert decay(LocalTraining(lr=0.1, weight_decay=0.3), 2) == pytest.approx(1 - 0.97**2)
 
 
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_weight_decay_is_undone_where_it_is_known(optimiser: Any) -> None:
+    """All pixels are zero: the first weights get no gradient, and weight decay alone moves them."""
+    training = LocalTraining(lr=0.1, steps=4, momentum=0.5, weight_decay=0.3, optimiser=optimiser)
+    black = dataclasses.replace(digits(), inputs=torch.zeros_like(digits().inputs))
+    round_ = simulate(Scenario(tiny, black, training), seeded())
+    seen = observe(round_, ThreatModel(grants=frozenset({"training", "records"})))
+    name = first_linear(seen.model, SHAPE).weight
+    assert name is not None
+    assert seen.update[name].abs().max() > 1e-3
+    for least in (torch.float32, torch.float64):
+        left = gradient_sum(seen, name, least)
+        assert left.dtype == least
+        if optimiser == "sgd":
+            assert left.abs().max() < 1e-7
+        else:
+            assert torch.equal(left, seen.update[name].to(least))
+    with pytest.raises(Withheld, match="'training' and 'records'"):
+        gradient_sum(dataclasses.replace(seen, records=None), name)
+
+
 def test_analytic_refuses_updates_that_are_not_sums_of_gradients() -> None:
     with pytest.raises(NotApplicable, match="'adam' is rescaled"):
         attacked(Analytic(), played(tiny(), LocalTraining(optimiser="adam")))
@@ -502,7 +531,7 @@ def test_idlg_refuses_two_records_and_names_the_rule_that_takes_them() -> None:
 
 def test_dlg_and_idlg_take_adam_where_lbfgs_does_not_move() -> None:
     round_ = played(tiny())
-    for attack in (DLG(40, 0.2, optimiser="adam"), IDLG(40, 0.2, optimiser="adam")):
+    for attack in (DLG(40, lr=0.2, optimiser="adam"), IDLG(40, lr=0.2, optimiser="adam")):
         guess, _ = attacked(attack, round_)
         assert len(guess.history) == 40
         assert min(guess.history) < 0.3 * guess.history[0]

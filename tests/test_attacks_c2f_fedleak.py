@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -20,6 +21,7 @@ from leakgauge.attacks._objectives import Distance, cosine
 from leakgauge.data.digits import digits
 from leakgauge.errors import InputError
 from leakgauge.fl import Scenario, simulate
+from leakgauge.records import Scale
 from leakgauge.threat import observe
 from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources, ThreatModel
 
@@ -77,9 +79,9 @@ class Calls(list[dict[str, Any]]):
         super().__init__()
         real = module.match
 
-        def spy(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
-            guess: Reconstruction = real(seen, distance, **options)
-            self.append(options | {"distance": distance, "guess": guess})
+        def spy(seen: Observation, distance: Any, search: Any, **options: Any) -> Reconstruction:
+            guess: Reconstruction = real(seen, distance, search, **options)
+            self.append(options | {"distance": distance, "search": search, "guess": guess})
             return guess
 
         monkeypatch.setattr(module, "match", spy)
@@ -133,7 +135,7 @@ def test_stages_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(coarse_to_fine, monkeypatch)
     guess = CoarseToFine(iterations=50, coarse=0.6).reconstruct(observed(), seeded(3))
     first, second = calls
-    assert (first["iterations"], second["iterations"]) == (30, 20)
+    assert (first["search"].iterations, second["search"].iterations) == (30, 20)
     assert isinstance(first["distance"], Phases)
     before, after = (first["distance"].at(done) for done in (0.599, 0.6))
     assert before is cosine
@@ -262,9 +264,10 @@ def test_activations_are_summed_over_the_layers_between() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Dropout(0.9), nn.Linear(3, 2)
     )
-    training = LocalTraining(mean=(0.5,), std=(0.25,), dropout="replayed")
+    training = LocalTraining(dropout="replayed")
     x = torch.rand(3, 1, 2, 2, generator=seeded()).requires_grad_()
-    penalty = fedleak.activations(model, training, Resources())
+    scaled = setting(model, x, scale=Scale((0.5,), (0.25,)))
+    penalty = fedleak.activations(scaled, training, Resources())
     z = (x - 0.5).flatten(1) / 0.25
     h = nn.functional.linear(z, model[1].weight, model[1].bias)
     # flattened input, linear, ReLU, and the dropout that is off

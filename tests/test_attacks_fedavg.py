@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -121,9 +122,9 @@ class Spied:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         real = fedavg.match
 
-        def spy(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
+        def spy(seen: Observation, *given: Any, **options: Any) -> Reconstruction:
             self.seen, self.options = seen, options
-            self.guess = real(seen, distance, **options)
+            self.guess = real(seen, *given, **options)
             return self.guess
 
         monkeypatch.setattr(fedavg, "match", spy)
@@ -139,8 +140,8 @@ def test_every_step_of_a_shuffling_client_has_its_own_candidates(
     )
     model, data = network().double(), digits()
     batch = Batch(data.inputs[:6].double(), data.labels[:6])
-    update = train(model, batch, training, seeded(5)).update
-    seen = Observation(model, update, SHAPE, 10, training, 6, labels=batch.labels)
+    update = train(setting(model, batch), batch, training, seeded(5)).update
+    seen = Observation(setting(model, SHAPE, 10), update, training, 6, labels=batch.labels)
     guess = FedAvgEpochs(iterations=1, labels="known").reconstruct(seen, seeded())
     assert guess.inputs.shape == (6, *SHAPE)
     assert guess.facts["epochs"] == 3

@@ -25,6 +25,7 @@ from leakgauge.attacks.hfgradinv import layer_sets, tail
 from leakgauge.attacks.sapag import kernels
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.threat import check, covered, observe
 from leakgauge.types import (
     Batch,
@@ -98,13 +99,15 @@ def attacked(
     grants: frozenset[Any] = frozenset({"training", "records"}),
     model: nn.Module | None = None,
     records: int | None = None,
+    scale: Scale = AS_THEY_ARE,
 ) -> tuple[Observation, Batch]:
     rng = seeded(3)
     data = Dataset("noise", torch.rand(40, 1, 8, 8, generator=rng), torch.arange(40) % 10,
                    tuple("abcdefghij"))  # fmt: skip
     training = training or LocalTraining(batch_norm="eval", batch_size=2)
     made = model or net()
-    round_ = simulate(Scenario(lambda: made, data, training, records=records), rng)
+    scenario = Scenario(lambda: made, data, training, records=records, scale=scale)
+    round_ = simulate(scenario, rng)
     threat = ThreatModel(grants=grants)
     return observe(round_, threat), covered(round_, threat)
 
@@ -301,11 +304,11 @@ def test_gradinversion_matches_the_relative_squared_distance() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_the_batch_norm_prior_is_zero_at_the_truth_and_nowhere_else(mode: Any) -> None:
-    training = LocalTraining(batch_norm=mode, batch_size=4, mean=(0.4,), std=(0.3,))
-    seen, truth = attacked(training, grants=frozenset({"statistics"}))
+    training = LocalTraining(batch_norm=mode, batch_size=4)
+    seen, truth = attacked(training, grants=frozenset({"statistics"}), scale=Scale((0.4,), (0.3,)))
     assert seen.statistics is not None
     assert list(seen.statistics) == ["1", "4"]
-    penalty = batch_norm(seen.model, training, seen.statistics)
+    penalty = batch_norm(seen.setting, training, seen.statistics)
     assert float(penalty(truth.inputs)) < 1e-10
     assert float(penalty(1 - truth.inputs)) > 1e-3
     x = (1 - truth.inputs).double().requires_grad_()
@@ -321,7 +324,7 @@ def test_the_batch_norm_prior_is_relative_to_what_is_expected() -> None:
     expected = (4 * 0.25) / (2 * variance).sum() + variance.square().sum() / (
         2 * variance
     ).square().sum()
-    found = batch_norm(seen.model, training, shifted)(truth.inputs)
+    found = batch_norm(seen.setting, training, shifted)(truth.inputs)
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -424,6 +427,7 @@ def test_a_group_stops_when_the_time_is_spent_with_what_it_has() -> None:
     [
         (lambda: GradInversion(seeds=0), "seeds must be at least 1"),
         (lambda: GradInversion(seeds=2, space="generator"), "need space = 'pixels'"),
+        (lambda: GradInversion(seeds=2, restarts=2), "and restarts = 1, got 'pixels' and 2"),
         (lambda: SAPAG(width=0), "width and last must be positive"),
         (lambda: AGIC(last=0.5), "weights grow with depth"),
         (lambda: HFGradInv(stages=0), "stages must be at least 1"),

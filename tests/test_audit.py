@@ -32,7 +32,6 @@ from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import simulate
-from leakgauge.report import references
 from leakgauge.types import Batch, Reconstruction
 
 
@@ -83,7 +82,9 @@ def truth_of(plan, seed: int = 0, stage: int = 0) -> Batch:
 def constant(value: float):
     """Grey images, as many as there are records."""
     return guessing(
-        lambda seen, *_: Reconstruction(torch.full((seen.records, *seen.shape), value), None, 0.0)
+        lambda seen, *_: Reconstruction(
+            torch.full((seen.records, *seen.record.shape), value), None, 0.0
+        )
     )
 
 
@@ -384,7 +385,9 @@ def test_an_attack_sees_what_the_threat_model_grants(tmp_path):
 
     def spy(seen, rng, resources):
         caught.append((seen, resources))
-        return Reconstruction(torch.rand(seen.records or 1, *seen.shape, generator=rng), None, 0.0)
+        return Reconstruction(
+            torch.rand(seen.records or 1, *seen.record.shape, generator=rng), None, 0.0
+        )
 
     for grants, realism in ((["records"], "realistic"), (["records", "labels"], "oracle")):
         plan = with_attacks(tiny(audit={"seconds": 9.0}), spy=guessing(spy))
@@ -571,7 +574,10 @@ class Mangle:
     def __init__(self, change):
         self.change = change
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         return self.change(update)
 
 
@@ -695,7 +701,7 @@ def test_the_exact_recursion_is_run_unasked_and_cited_and_has_no_control(tmp_pat
     assert ran == [("control", "analytic"), ("trial", "exact-recursion"), ("trial", "analytic")]
     assert [entry.attack for entry in result.control] == ["analytic"]
     assert min(result.trials[1].score.scores["psnr"]) > 80
-    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in references.used(result)}
+    assert {"zhu2021", "dimitrov2024"} <= {paper.key for paper in result.references}
 
 
 def test_cases_of_one_round_stand_together():
@@ -762,9 +768,9 @@ def test_the_sheet_has_truths_above_guesses():
     assert page.height > 1.9 * one_row.height
 
 
-def test_a_large_batch_shows_its_first_images_only(tmp_path):
+def test_a_large_batch_shows_its_first_images_only():
     many = torch.zeros(images.LIMIT + 3, 1, 2, 2)
-    paths = images.save(tmp_path / "images" / "one", many, many, None)
+    paths, drawn = images.drawn("one", many, many, None)
     assert len(paths.truths) == len(paths.guesses) == images.LIMIT
     assert paths.sheet == "images/one/sheet.png"
-    assert len(list((tmp_path / "images" / "one").iterdir())) == 2 * images.LIMIT + 1
+    assert set(drawn) == {paths.sheet, *paths.truths, *paths.guesses}

@@ -407,7 +407,10 @@ class Lossy:
 
     forgets: Literal["parameter", "half"] = "half"
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         if self.forgets == "parameter":
             return {name: value for name, value in update.items() if name != "fc1.bias"}
         return update | {"fc1.weight": update["fc1.weight"][:4]}
@@ -472,7 +475,7 @@ def test_each_list_has_one_line_per_method(desk, call, kind):
 
 def test_the_long_list_shows_options_with_their_defaults(desk, call):
     words = " ".join(call("list", "attacks", "--long").out.split())
-    assert "iterations=500, lr=0.1, tv=0.0001, restarts=1" in words
+    assert 'iterations=500, restarts=1, start="normal"' in words
     assert "https://arxiv.org/abs/1906.08935" in words
     models_ = " ".join(call("list", "models", "--long").out.split())
     assert 'hidden=[256], activation="relu"' in models_

@@ -8,7 +8,7 @@ import torch
 
 from leakgauge.data import DATASETS, data_root, digits, load
 from leakgauge.data._dataset import make_dataset
-from leakgauge.data.fetch import REMOTES
+from leakgauge.data._remotes import REMOTES
 from leakgauge.errors import DataError, PlanError
 from leakgauge.types import Dataset
 

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from scipy.integrate import quad
 from scipy.stats import kstest
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakgauge.config import build
 from leakgauge.defences import DEFENCES, Clip, ClipAndNoise, Prune
 from leakgauge.defences.clip_and_noise import gaussian_sigma
 from leakgauge.errors import PlanError
-from leakgauge.fl import Scenario, simulate
-from leakgauge.fl.local import train
-from leakgauge.tensors import norm, scale, subtract
+from leakgauge.fl import Scenario, simulate, tampered
+from leakgauge.fl.local import minibatches, train
+from leakgauge.tensors import norm, scale, spawned, subtract
+from leakgauge.threat import observe
 from leakgauge.types import (
     Batch,
     BatchDefence,
+    Dataset,
     Defence,
     GradientDefence,
+    Here,
+    Kept,
     LocalTraining,
     Named,
+    Preparation,
+    ThreatModel,
     UpdateDefence,
 )
+
+HERE = Here(setting(nn.Identity(), (3, 8, 8)))
 
 SAMPLES: list[Defence] = [
     Clip(norm=0.5),
@@ -75,7 +85,7 @@ def test_a_plan_builds_it_from_its_defaults(name):
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_the_update_changes_and_the_input_does_not(defence, update):
     before = {name: value.clone() for name, value in update.items()}
-    sent = defence.on_update(update, seeded(1))
+    sent = defence.on_update(update, HERE, seeded(1))
     assert same(update, before)
     assert all(not torch.equal(sent[name], update[name]) for name in update)
     assert list(sent) == list(update)
@@ -86,22 +96,23 @@ def test_the_update_changes_and_the_input_does_not(defence, update):
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_same_seed_same_bytes(defence, update):
-    first = defence.on_update(update, seeded(1))
-    assert same(first, defence.on_update(update, seeded(1)))
+    first = defence.on_update(update, HERE, seeded(1))
+    assert same(first, defence.on_update(update, HERE, seeded(1)))
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_double_precision_stays_double(defence, update):
-    sent = defence.on_update({n: v.double() for n, v in update.items()}, seeded())
+    sent = defence.on_update({n: v.double() for n, v in update.items()}, HERE, seeded())
     assert all(value.dtype == torch.float64 for value in sent.values())
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_the_client_sends_the_defended_update(defence, model, batch):
     training = LocalTraining(lr=0.5, batch_size=4, steps=2)
-    plain = train(model, batch, training, seeded(1)).update
-    sent = train(model, batch, training, seeded(1), defence).update
-    assert same(sent, defence.on_update(plain, seeded(1)))
+    plain = train(setting(model, batch), batch, training, seeded(1)).update
+    sent = train(setting(model, batch), batch, training, seeded(1), defence).update
+    own = spawned(seeded(1), "defence/0/0")  # its randomness moves nothing else
+    assert same(sent, defence.on_update(plain, HERE, own))
     assert not same(sent, plain)
 
 
@@ -134,7 +145,7 @@ def test_bad_values_are_refused(name, table, words):
 
 
 def test_a_long_update_is_cut_to_the_norm_and_keeps_its_direction(update, rng):
-    sent = Clip(norm=0.25).on_update(update, rng)
+    sent = Clip(norm=0.25).on_update(update, HERE, rng)
     assert norm(sent) == pytest.approx(0.25, rel=1e-6)
     factor = 0.25 / norm(update)
     for name, value in update.items():
@@ -143,7 +154,7 @@ def test_a_long_update_is_cut_to_the_norm_and_keeps_its_direction(update, rng):
 
 def test_a_layer_is_cut_to_the_norm_by_itself(update, rng):
     short = {**update, "c": torch.tensor([0.1])}
-    sent = Clip(norm=0.25, scope="layer").on_update(short, rng)
+    sent = Clip(norm=0.25, scope="layer").on_update(short, HERE, rng)
     for name in update:
         assert norm({name: sent[name]}) == pytest.approx(0.25, rel=1e-6)
         torch.testing.assert_close(
@@ -154,9 +165,9 @@ def test_a_layer_is_cut_to_the_norm_by_itself(update, rng):
 
 @pytest.mark.parametrize("scope", ["whole", "layer"])
 def test_a_short_update_is_untouched(update, rng, scope):
-    assert same(Clip(norm=1.01 * norm(update), scope=scope).on_update(update, rng), update)
+    assert same(Clip(norm=1.01 * norm(update), scope=scope).on_update(update, HERE, rng), update)
     zeros = scale(update, 0.0)
-    assert same(Clip(norm=1.0, scope=scope).on_update(zeros, rng), zeros)
+    assert same(Clip(norm=1.0, scope=scope).on_update(zeros, HERE, rng), zeros)
 
 
 # --- noise -------------------------------------------------------------------------------------
@@ -215,7 +226,7 @@ def test_the_noise_of_the_papers_is_their_formula():
 def test_the_noise_is_gaussian_of_the_stated_size_around_the_clipped_update(calibration, bound):
     defence = ClipAndNoise(epsilon=5.0, norm=bound, calibration=calibration)
     update = {"a": torch.randn(200, 500, generator=seeded(3)), "b": torch.ones(100_000)}
-    sent = defence.on_update(update, seeded(4))
+    sent = defence.on_update(update, HERE, seeded(4))
     noise = subtract(sent, scale(update, bound / norm(update)))
     spread = defence.sigma() * bound
     for value in noise.values():
@@ -225,20 +236,20 @@ def test_the_noise_is_gaussian_of_the_stated_size_around_the_clipped_update(cali
         assert kstest(value.flatten().numpy() / spread, "norm").pvalue > 1e-3
     overlap = float((noise["a"].flatten() * noise["b"]).mean()) / spread**2
     assert abs(overlap) < 0.02  # each tensor has noise of its own
-    again = defence.on_update(update, seeded(5))
+    again = defence.on_update(update, HERE, seeded(5))
     assert not torch.equal(sent["a"], again["a"])
 
 
 def test_a_short_update_is_not_stretched_before_the_noise():
     update = {"a": torch.full((100_000,), 1e-5)}
-    sent = ClipAndNoise(epsilon=1e10, norm=1.0).on_update(update, seeded())
+    sent = ClipAndNoise(epsilon=1e10, norm=1.0).on_update(update, HERE, seeded())
     assert float(sent["a"].mean()) == pytest.approx(1e-5, rel=0.01)
 
 
 def test_with_a_huge_epsilon_only_the_clipping_is_left(update):
-    clipped = Clip(norm=1.0).on_update(update, seeded())
+    clipped = Clip(norm=1.0).on_update(update, HERE, seeded())
     distances = [
-        norm(subtract(ClipAndNoise(epsilon).on_update(update, seeded(1)), clipped))
+        norm(subtract(ClipAndNoise(epsilon).on_update(update, HERE, seeded(1)), clipped))
         for epsilon in (1.0, 1e2, 1e5, 1e14)
     ]
     assert distances == sorted(distances, reverse=True)
@@ -254,10 +265,10 @@ def test_exactly_the_share_is_removed_and_the_largest_stay(share):
         "a": torch.randn(40, 25, generator=seeded()),
         "b": 9 * torch.randn(2000, generator=seeded(1)),
     }
-    sent = Prune(share).on_update(update, seeded())
+    sent = Prune(share).on_update(update, HERE, seeded())
     for name, value in sent.items():
         check_pruned(update[name].flatten(), value.flatten(), share)
-    whole = Prune(share, scope="whole").on_update(update, seeded())
+    whole = Prune(share, scope="whole").on_update(update, HERE, seeded())
     flat = [torch.cat([u[n].flatten() for n in update]) for u in (update, whole)]
     check_pruned(*flat, share)
     if 0 < share < 0.9:
@@ -274,7 +285,7 @@ def check_pruned(before: Tensor, after: Tensor, share: float) -> None:
 
 def test_a_small_tensor_keeps_its_largest_entry():
     update = {"a": torch.tensor([1.0, -3.0, 2.0]), "b": torch.tensor([0.1])}
-    sent = Prune(0.99).on_update(update, seeded())
+    sent = Prune(0.99).on_update(update, HERE, seeded())
     assert {n: v.tolist() for n, v in sent.items()} == {
         "a": [0.0, -3.0, 0.0],
         "b": [pytest.approx(0.1)],
@@ -284,30 +295,37 @@ def test_a_small_tensor_keeps_its_largest_entry():
 @pytest.mark.parametrize("scope", ["layer", "whole"])
 def test_ties_do_not_change_the_share(scope):
     update = {"a": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])}
-    assert int((Prune(0.3, scope).on_update(update, seeded())["a"] == 0).sum()) == 3
+    assert int((Prune(0.3, scope).on_update(update, HERE, seeded())["a"] == 0).sum()) == 3
 
 
 # --- the hooks ---------------------------------------------------------------------------------
 
 
-class Doubled:
+class Silent:
+    """Tells nothing of itself."""
+
+    def announced(self) -> dict[str, object]:
+        return {}
+
+
+class Doubled(Silent):
     """A gradient defence: what every local step sees is twice the gradient."""
 
     def __init__(self) -> None:
         self.seen: list[Named] = []
 
-    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named:
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
         self.seen.append(gradient)
         return scale(gradient, 2.0)
 
 
-class Mirrored:
+class Mirrored(Silent):
     """A batch defence: left and right change places, and so do the classes."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch:
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
         self.calls += 1
         return Batch(batch.inputs.flip(-1), 3 - batch.labels)
 
@@ -320,15 +338,15 @@ class Everything(Doubled, Mirrored):
         Mirrored.__init__(self)
         self.order: list[str] = []
 
-    def on_batch(self, batch: Batch, rng: torch.Generator) -> Batch:
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
         self.order.append("batch")
-        return super().on_batch(batch, rng)
+        return super().on_batch(batch, here, rng)
 
-    def on_gradient(self, gradient: Named, rng: torch.Generator) -> Named:
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
         self.order.append("gradient")
-        return super().on_gradient(gradient, rng)
+        return super().on_gradient(gradient, here, rng)
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         self.order.append("update")
         return scale(update, -1.0)
 
@@ -336,24 +354,26 @@ class Everything(Doubled, Mirrored):
 def test_a_gradient_defence_changes_every_local_step(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=3)
     defence = Doubled()
-    defended = train(model, batch, training, rng, defence).update
+    defended = train(setting(model, batch), batch, training, rng, defence).update
     assert len(defence.seen) == 3
     assert all(set(g) == {n for n, _ in model.named_parameters()} for g in defence.seen)
     # Powers of two are exact: twice the gradient is twice the learning rate, in every step.
-    faster = train(model, batch, LocalTraining(lr=0.2, batch_size=4, steps=3), rng).update
+    faster = train(
+        setting(model, batch), batch, LocalTraining(lr=0.2, batch_size=4, steps=3), rng
+    ).update
     assert same(defended, faster)
-    assert not same(defended, train(model, batch, training, rng).update)
+    assert not same(defended, train(setting(model, batch), batch, training, rng).update)
 
 
 def test_a_batch_defence_changes_the_records(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=3)
     defence = Mirrored()
     kept = copy.deepcopy(batch)
-    defended = train(model, batch, training, rng, defence).update
+    defended = train(setting(model, batch), batch, training, rng, defence).update
     assert defence.calls == 1
     changed = Batch(batch.inputs.flip(-1), 3 - batch.labels)
-    assert same(defended, train(model, changed, training, rng).update)
-    assert not same(defended, train(model, batch, training, rng).update)
+    assert same(defended, train(setting(model, changed), changed, training, rng).update)
+    assert not same(defended, train(setting(model, batch), batch, training, rng).update)
     assert torch.equal(batch.inputs, kept.inputs)
     assert torch.equal(batch.labels, kept.labels)
 
@@ -361,14 +381,11 @@ def test_a_batch_defence_changes_the_records(model, batch, rng):
 def test_the_hooks_are_called_in_the_order_of_the_training(model, batch, rng):
     training = LocalTraining(lr=0.1, batch_size=4, steps=2)
     defence = Everything()
-    defended = train(model, batch, training, rng, defence).update
+    defended = train(setting(model, batch), batch, training, rng, defence).update
     assert defence.order == ["batch", "gradient", "gradient", "update"]
-    by_hand = train(
-        model,
-        Batch(batch.inputs.flip(-1), 3 - batch.labels),
-        LocalTraining(lr=0.2, batch_size=4, steps=2),
-        rng,
-    ).update
+    mirrored = Batch(batch.inputs.flip(-1), 3 - batch.labels)
+    faster = LocalTraining(lr=0.2, batch_size=4, steps=2)
+    by_hand = train(setting(model, mirrored), mirrored, faster, rng).update
     assert same(defended, scale(by_hand, -1.0))
 
 
@@ -382,4 +399,190 @@ def test_in_a_round_every_client_defends_itself_and_the_truth_stays_what_it_was(
         assert torch.equal(one.inputs, other.inputs)
         assert torch.equal(one.labels, other.labels)
     for one, truth in zip(defended.updates, defended.truths, strict=True):
-        assert same(one, train(model, truth, options["training"], seeded(), Everything()).update)
+        assert same(
+            one,
+            train(setting(model, truth), truth, options["training"], seeded(), Everything()).update,
+        )
+
+
+# --- randomness of their own -------------------------------------------------------------------
+
+
+class Noticing(Silent):
+    """Changes nothing, and notes the records of every client."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.gradients: list[Named] = []
+
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
+        self.batches.append(batch)
+        return batch
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        self.gradients.append(gradient)
+        return gradient
+
+
+class Restless(Noticing):
+    """Draws random numbers at every hook, and uses none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
+        self.drawn.append(float(torch.rand((), generator=rng)))
+        return super().on_batch(batch, here, rng)
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        self.drawn.append(float(torch.rand((), generator=rng)))
+        return super().on_gradient(gradient, here, rng)
+
+
+def federation(model: nn.Module, easy: Dataset, defence: Defence | None, **more: Any) -> Scenario:
+    """Three clients whose records are drawn and shuffled anew in each round."""
+    training = LocalTraining(lr=0.1, batch_size=4, epochs=1, order="shuffled")
+    options: dict[str, Any] = {"clients": 3, "records": 8, "rounds": 2} | more
+    return Scenario(lambda: model, easy, training, defence=defence, **options)
+
+
+def test_what_a_defence_draws_moves_no_record(model, easy):
+    still, restless = Noticing(), Restless()
+    rounds = [simulate(federation(model, easy, one), seeded()) for one in (still, restless)]
+    assert len(still.batches) == len(restless.batches) == 9
+    for one, other in zip(still.batches, restless.batches, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.labels, other.labels)
+    # Local steps saw them in the same order, so that their gradients are the same bytes.
+    for one, other in zip(still.gradients, restless.gradients, strict=True):
+        assert same(one, other)
+    for one, other in zip(rounds[0].updates, rounds[1].updates, strict=True):
+        assert same(one, other)
+    plain = simulate(federation(model, easy, None), seeded())
+    assert same(plain.after, rounds[1].after)
+
+
+def test_a_defence_draws_anew_for_each_client_and_round_and_the_same_for_one_seed(model, easy):
+    first, again, other = Restless(), Restless(), Restless()
+    for defence, seed in ((first, 0), (again, 0), (other, 1)):
+        simulate(federation(model, easy, defence), seeded(seed))
+    assert len(set(first.drawn)) == len(first.drawn) == 27  # 3 rounds × 3 clients × 3 hooks
+    assert first.drawn == again.drawn
+    assert not set(first.drawn) & set(other.drawn)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Feedback(Silent):
+    """Sends the larger half of each tensor, and adds what was not sent to the next update."""
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        whole = {n: u + here.memory.get(n, torch.zeros_like(u)) for n, u in update.items()}
+        sent = Prune(0.5).on_update(whole, here, rng)
+        here.memory.update(subtract(whole, sent))
+        return sent
+
+
+class Counting(Silent):
+    """Counts steps and rounds in the memory, and notes where it was called."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int, int]] = []
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        here.memory["steps"] = here.memory.get("steps", torch.tensor(0)) + 1
+        self.places.append((here.round, here.step, int(here.memory["steps"])))
+        return gradient
+
+
+def test_memory_lasts_over_steps_and_rounds_and_is_apart_for_each_client(model, easy):
+    counting = Counting()
+    round_ = simulate(federation(model, easy, counting, clients=2), seeded())
+    # Two steps for each of two clients, in three rounds; each client counts its own.
+    expected = [(r, s, 2 * r + s + 1) for r in range(3) for _ in range(2) for s in range(2)]
+    assert counting.places == expected
+    assert [int(memory["steps"]) for memory in round_.memory] == [4, 4]  # before this round
+
+
+def test_memory_belongs_to_the_client_and_not_to_its_place_in_the_round(model, easy):
+    counting = Counting()
+    options = {"clients": 4, "participants": 1, "rounds": 11, "records": 4}
+    round_ = simulate(federation(model, easy, counting, **options), seeded())
+    counts = [count for _, _, count in counting.places]
+    assert len(counts) == 12
+    # Client by client: whoever took part n times in all counted 1 … n.
+    assert all(counts.count(k + 1) <= counts.count(k) for k in range(1, max(counts)))
+    assert 1 < counts.count(1) <= 4
+    before = counts[-1] - 1
+    [memory] = round_.memory
+    assert int(memory.get("steps", torch.tensor(0))) == before
+
+
+def test_error_feedback_sends_later_what_it_held_back(model, easy):
+    """What was sent plus what is held back is what was trained, over all rounds."""
+    plain = federation(model, easy, None, clients=1, rounds=0)
+    round_ = simulate(replace(plain, defence=Feedback()), seeded())
+    bare = simulate(plain, seeded())
+    assert round_.memory == ({},)
+    memory: dict[str, Tensor] = {}
+    total = scale(bare.updates[0], 0.0)
+    sent = scale(bare.updates[0], 0.0)
+    for index in range(3):
+        truth, rng = bare.truths[0], seeded(index)
+        own = train(round_.setting, truth, bare.training, rng).update
+        left = train(round_.setting, truth, bare.training, seeded(index), Feedback(),
+                     round_=index, memory=memory).update  # fmt: skip
+        total = {n: total[n] + own[n] for n in total}
+        sent = {n: sent[n] + left[n] for n in sent}
+    for name, value in total.items():
+        torch.testing.assert_close(sent[name] + memory[name], value)
+    assert norm(memory) > 0
+
+
+def test_a_tampered_round_starts_from_the_memory_before_it(model, easy):
+    honest = simulate(federation(model, easy, Feedback()), seeded())
+    assert all(norm(memory) > 0 for memory in honest.memory)
+    before = copy.deepcopy(honest.memory)
+    sent = Preparation(Kept(), (honest.model,))  # what it should: the same round once more
+    again = [tampered(honest, sent, seeded(1)) for _ in range(2)]
+    for one, other in zip(honest.memory, before, strict=True):
+        assert same(one, other)
+    assert all(same(a, b) for a, b in zip(again[0].updates, again[1].updates, strict=True))
+    forgetful = tampered(replace(honest, memory=()), sent, seeded(1))
+    for k, memory in enumerate(before):
+        # Both sent half of (update + memory): without the memory it is another half.
+        assert not same(again[0].updates[k], forgetful.updates[k])
+        truth, kept = honest.truths[k], copy.deepcopy(memory)
+        rng = seeded(1)
+        for _ in range(k):
+            minibatches(len(truth), honest.training, rng)
+        own = train(honest.setting, truth, honest.training, rng, Feedback(), memory=kept).update
+        assert same(own, again[0].updates[k])
+
+
+# --- what they announce ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_what_a_defence_announces_is_known_with_the_training_alone(defence, model, easy):
+    told = defence.announced()
+    assert told
+    round_ = simulate(federation(model, easy, defence, rounds=0), seeded())
+    for actor in ("server", "aggregate", "client"):
+        for grants in (frozenset(), frozenset({"records"}), frozenset({"training"})):
+            seen = observe(round_, ThreatModel(actor, grants))
+            assert seen.announced == (told if "training" in grants else None)
+
+
+def test_without_a_defence_nothing_is_announced(model, easy):
+    round_ = simulate(federation(model, easy, None, rounds=0), seeded())
+    assert observe(round_, ThreatModel()).announced is None
+
+
+def test_what_is_announced_is_what_the_attacker_would_need() -> None:
+    assert Clip(0.5, scope="layer").announced() == {"norm": 0.5, "scope": "layer"}
+    assert Prune(0.7).announced() == {"share": 0.7, "scope": "layer"}
+    noisy = ClipAndNoise(epsilon=10.0, norm=2.0)
+    assert noisy.announced() == {"norm": 2.0, "sigma": noisy.sigma()}

@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -466,7 +467,7 @@ def rounds(model: nn.Module, training: LocalTraining, count: int = 6) -> nn.Modu
             Batch(torch.rand(12, 3, 8, 8, generator=rng), torch.randint(10, (12,), generator=rng))
             for _ in range(3)
         ]
-        updates = [train(model, batch, training, rng).update for batch in batches]
+        updates = [train(setting(model, batch), batch, training, rng).update for batch in batches]
         after = aggregate.step(parameters(model), updates, (0.5, 0.3, 0.2), 1.0)
         model.load_state_dict(after, strict=False)
     return model

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from nouns import setting
 from test_detectors import fished, imprint, mlp, trap_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -17,12 +18,15 @@ from torch.nn.functional import cross_entropy
 from leakgauge import data, models, observe
 from leakgauge.attacks.active import RobbingTheFed, TrapWeights
 from leakgauge.detectors import DSNR, Probe, WarmUp, fires, isolation, snapshots
+from leakgauge.detectors._isolation import isolated, neighbours
 from leakgauge.detectors._layers import chosen, prepared
+from leakgauge.detectors._passes import run
+from leakgauge.detectors._slots import dominance, slot_norms
 from leakgauge.detectors.dsnr import norms
-from leakgauge.detectors.probe import dominance, isolated, neighbours, run, slot_norms
 from leakgauge.detectors.warm_up import z_scores
 from leakgauge.fl import Scenario, simulate, tampered, target
 from leakgauge.fl.local import train
+from leakgauge.records import Scale, record_of
 from leakgauge.types import Batch, History, LocalTraining, Received, ThreatModel
 
 TRAINING = LocalTraining(lr=0.05, batch_size=32, steps=4, momentum=0.9)
@@ -78,7 +82,9 @@ def test_isolation_equals_record_by_record(manipulate):
 def test_isolation_counts_what_division_recovers():
     """The leak meter against the attack itself: images read off the gradient of an imprint."""
     model, batch = imprint(mlp(hidden=(256, 64))), records(32)
-    update = train(model, batch, LocalTraining(lr=1.0, batch_size=32), torch.Generator()).update
+    update = train(
+        setting(model, batch), batch, LocalTraining(lr=1.0, batch_size=32), torch.Generator()
+    ).update
     order = model.fc1.bias.argsort(descending=True)
     weight, bias = (update[n].double()[order] for n in ("fc1.weight", "fc1.bias"))
     weight, bias = weight[:-1] - weight[1:], bias[:-1] - bias[1:]
@@ -436,7 +442,7 @@ def test_snapshots_are_of_the_steps_of_gradient_descent():
     assert set(taken[0]) == {"fc1.weight", "fc1.bias", "fc3.weight", "fc3.bias"}
     for step in range(6):
         plain = LocalTraining(lr=0.05, batch_size=40, steps=step or 1)
-        update = train(model, batch, plain, torch.Generator()).update["fc3.weight"]
+        update = train(setting(model, batch), batch, plain, torch.Generator()).update["fc3.weight"]
         value = model.fc3.weight.detach() - (update if step else 0)
         want = (value.mean(), value.std(correction=0), value.abs().max())
         assert taken[step]["fc3.weight"] == pytest.approx([float(w) for w in want], rel=1e-4)
@@ -457,7 +463,9 @@ def federation(rounds: int):
     for index in range(rounds):
         batch = records(128, seed=index)
         found.append((copy.deepcopy(model), batch))
-        update = train(model, batch, TRAINING, torch.Generator().manual_seed(index)).update
+        update = train(
+            setting(model, batch), batch, TRAINING, torch.Generator().manual_seed(index)
+        ).update
         with torch.no_grad():
             for name, value in model.named_parameters():
                 value -= update[name]
@@ -506,14 +514,17 @@ def test_the_first_model_is_compared_with_own_initialisations():
     assert not inspected(WarmUp(), mlp(0), batch)  # nothing to compare with
 
 
+SCALE = Scale(mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+
 # --- real images ----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif("LEAKGAUGE_DATA" not in os.environ, reason="needs CIFAR-10")
 def test_on_cifar_honest_networks_pass_and_attacks_do_not():
     images = data.load("cifar10", split="test")
-    batch = Batch(images.inputs[:64], images.labels[:64])
-    training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+    entering = record_of(images.inputs, SCALE).entering(images.inputs[:64])
+    batch = Batch(entering, images.labels[:64])
+    training = LocalTraining(batch_size=64)
     fresh = mlp(1, hidden=(256, 64), side=32)
     for seed in range(3):
         model = mlp(seed, hidden=(256, 64), side=32)
@@ -531,14 +542,17 @@ def test_on_cifar_honest_networks_pass_and_attacks_do_not():
 @pytest.mark.parametrize("attack", [RobbingTheFed(), TrapWeights()])
 def test_isolation_predicts_what_the_attacks_recover(attack, rng):
     train_set, test_set = (data.load("cifar10", split=s) for s in ("train", "test"))
-    training = LocalTraining(batch_size=64, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
-    scenario = Scenario(lambda: mlp(hidden=(512, 256), side=32), test_set, training)
+    training = LocalTraining(batch_size=64)
+    scenario = Scenario(lambda: mlp(hidden=(512, 256), side=32), test_set, training, scale=SCALE)
     honest = simulate(scenario, rng)
-    round_ = tampered(honest, attack.tamper(target(honest, train_set), rng), rng)
-    guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), rng)
+    sent = attack.prepare(target(honest, train_set), rng)
+    round_ = tampered(honest, sent, rng)
+    seen = observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+    guess = attack.reconstruct(seen, rng)
     truth = round_.truths[0]
     apart = torch.cdist(truth.inputs.flatten(1), guess.inputs.flatten(1)).amin(1)
     recovered = int((apart < math.sqrt(3072) * 10 ** (-40 / 20)).sum())  # above 40 dB
-    found = isolation(round_.model, truth, training)
+    entering = Batch(seen.record.entering(truth.inputs), truth.labels)
+    found = isolation(seen.model, entering, training)
     assert abs(found.count - recovered) <= 6
     assert recovered >= 20

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nouns import setting
 from torch import nn
 
 from leakgauge import diagnostics, models
 from leakgauge.errors import InputError
 from leakgauge.fl.local import train
+from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining
 
 
@@ -34,7 +36,7 @@ def test_dead_units_make_an_update_sparse(rng):
         model[1].weight.fill_(0.1)
         model[1].bias.copy_(torch.tensor([1.0, -9.0, -9.0, -9.0]))
     truth = Batch(torch.rand(2, 1, 2, 2, generator=rng), torch.tensor([0, 1]))
-    update = train(model, truth, LocalTraining(batch_size=2), rng).update
+    update = train(setting(model, truth), truth, LocalTraining(batch_size=2), rng).update
     dead = 3 * 4 + 3 + 2 * 3  # weights and biases of the units, columns of the head
     assert diagnostics.sparsity(update) == dead / (16 + 4 + 8 + 2)
 
@@ -73,9 +75,10 @@ def test_step_bounds_want_one_shape():
 def test_gradient_is_what_one_step_sends(rng, batch_norm):
     model = models.make("resnet-10", shape=(3, 16, 16), classes=10, width=0.125, rng=rng)
     truth = Batch(torch.rand(2, 3, 16, 16, generator=rng), torch.tensor([3, 4]))
-    training = LocalTraining(lr=0.5, batch_size=2, batch_norm=batch_norm, mean=(0.4,), std=(0.2,))
-    update = train(model, truth, training, rng).update
-    found = diagnostics.gradient(model, truth, training)
+    training = LocalTraining(lr=0.5, batch_size=2, batch_norm=batch_norm)
+    scaled = setting(model, truth, scale=Scale((0.4,), (0.2,)))
+    update = train(scaled, truth, training, rng).update
+    found = diagnostics.gradient(scaled, truth, training)
     assert found.keys() == update.keys()
     for name, value in found.items():
         torch.testing.assert_close(0.5 * value, update[name])
@@ -85,7 +88,8 @@ def linear(rng):
     """Logits W·x of one pixel image: p is uniform at W = 0, so g = (p − y)xᵀ is linear in x."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2, bias=False))
     nn.init.zeros_(model[1].weight)
-    return model, Batch(torch.rand(1, 3, 2, 2, generator=rng), torch.tensor([0]))
+    truth = Batch(torch.rand(1, 3, 2, 2, generator=rng), torch.tensor([0]))
+    return setting(model, truth, 2), truth
 
 
 def test_noise_moves_a_linear_gradient_in_proportion(rng):
@@ -120,10 +124,11 @@ def test_sensitivity_is_the_jacobian_row_by_row(rng):
     ).double()
     truth = Batch(torch.rand(1, 1, 4, 4, generator=rng, dtype=torch.float64), torch.tensor([1]))
     training = LocalTraining(batch_norm="eval")
-    size, sensitivity = diagnostics.magnitude_and_sensitivity(model, truth, training, "4.weight")
+    world = setting(model, truth, 3)
+    size, sensitivity = diagnostics.magnitude_and_sensitivity(world, truth, training, "4.weight")
 
     def g(inputs):
-        return diagnostics.gradient(model, Batch(inputs, truth.labels), training)["4.weight"]
+        return diagnostics.gradient(world, Batch(inputs, truth.labels), training)["4.weight"]
 
     total = torch.zeros(36, dtype=torch.float64)
     for j in range(16):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -22,6 +23,7 @@ from leakgauge.attacks._engine import TOLERANCE, Engine, Slope, Trust, relative_
 from leakgauge.attacks._objectives import Distance, by_autograd, cosine, squared
 from leakgauge.errors import InputError
 from leakgauge.fl.local import train
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import Batch, LocalTraining, Observation
 
 CLASSES = 7
@@ -59,6 +61,7 @@ def case(
     shape: tuple[int, int, int] = (3, 16, 16),
     double: bool = False,
     seed: int = 0,
+    scale: Scale = AS_THEY_ARE,
     **options: Any,
 ) -> Case:
     rng = torch.Generator().manual_seed(seed)
@@ -69,8 +72,9 @@ def case(
     n = records or training.batch_size
     inputs, other = (torch.rand(n, *shape, generator=rng).to(dtype) for _ in range(2))
     labels, wrong = (torch.randint(CLASSES, (n,), generator=rng) for _ in range(2))
-    update = train(model, Batch(inputs, labels), training, rng).update
-    seen = Observation(model, update, shape, CLASSES)
+    world = setting(model, shape, CLASSES, scale)
+    update = train(world, Batch(inputs, labels), training, rng).update
+    seen = Observation(world, update)
     return Case(seen, training, Batch(inputs, labels), other, wrong)
 
 
@@ -130,7 +134,8 @@ def naive(
     how = world.training
     model = copy.deepcopy(world.seen.model).double().train(how.batch_norm == "train")
     names = list(world.seen.update)
-    mean, std = (inputs.new_tensor(v).view(1, -1, 1, 1) for v in (how.mean, how.std))
+    record = world.seen.record
+    mean, std = (inputs.new_tensor(v).view(1, -1, 1, 1) for v in (record.mean, record.std))
     free = [inputs.detach().clone().requires_grad_()]
     if labels.is_floating_point():
         free.append(labels.detach().clone().requires_grad_())
@@ -179,8 +184,8 @@ EXACT: dict[str, tuple[str | nn.Module, LocalTraining, dict[str, Any]]] = {
     "attention": ("vit-small", LocalTraining(), {"dim": 12, "depth": 2}),
     "decay, normalised": (
         "lenet-zhu",
-        LocalTraining(lr=0.3, weight_decay=0.1, momentum=0.9, mean=(0.4, 0.5, 0.3), std=(0.2,)),
-        {},
+        LocalTraining(lr=0.3, weight_decay=0.1, momentum=0.9),
+        {"scale": Scale((0.4, 0.5, 0.3), (0.2,))},
     ),
 }
 
@@ -202,8 +207,8 @@ def test_exact_is_double_backward_through_the_distance(name: str, distance: str)
 @pytest.mark.parametrize("distance", ["squared", "cosine"])
 def test_exact_is_the_numerical_derivative(distance: str) -> None:
     ours, plain = DISTANCES[distance]
-    training = LocalTraining(batch_size=2, weight_decay=0.05, mean=(0.5,), std=(0.25,))
-    world = case(smooth(), training, shape=SMALL, double=True)
+    training = LocalTraining(batch_size=2, weight_decay=0.05)
+    world = case(smooth(), training, shape=SMALL, double=True, scale=Scale((0.5,), (0.25,)))
     engine = world.engine()
 
     def value(inputs: Tensor) -> float:
@@ -666,7 +671,7 @@ def with_dropout() -> nn.Module:
 
 # What the client does; and, where the attacker believed otherwise, what it would have to get wrong.
 REPLAYS: dict[str, tuple[Callable[[], nn.Module], LocalTraining, int, dict[str, Any]]] = {
-    "one step": (smooth, LocalTraining(lr=0.3, batch_size=3), 3, {"mean": (0.1,)}),
+    "one step": (smooth, LocalTraining(lr=0.3, batch_size=3), 3, {"scale": Scale((0.1,))}),
     "one step, decay": (smooth, LocalTraining(0.3, 3, weight_decay=0.2), 3, {"weight_decay": 0.0}),
     "momentum": (
         smooth,
@@ -700,6 +705,12 @@ REPLAYS: dict[str, tuple[Callable[[], nn.Module], LocalTraining, int, dict[str, 
 }
 
 
+def mistaken(world: Case, scale: Scale = AS_THEY_ARE, **training: Any) -> Case:
+    believed = setting(world.seen.model, SMALL, CLASSES, scale)
+    seen = replace(world.seen, setting=believed)
+    return replace(world, seen=seen, training=replace(world.training, **training))
+
+
 @pytest.mark.parametrize("name", REPLAYS)
 def test_replaying_the_true_records_reproduces_the_update(name: str) -> None:
     make, training, records, mistake = REPLAYS[name]
@@ -712,7 +723,7 @@ def test_replaying_the_true_records_reproduces_the_update(name: str) -> None:
     got = engine.slope(world.truth.inputs, world.truth.labels, squared)
     assert got.value < 1e-22
     assert got.inputs.abs().max() < 1e-9
-    wrong = replace(world, training=replace(training, **mistake)).engine("auto")
+    wrong = mistaken(world, **mistake).engine("auto")
     other = wrong.gradient(world.truth.inputs, world.truth.labels)
     assert relative_error(flat(other), flat(wrong.target)) > 1e-3
 
@@ -734,6 +745,7 @@ def test_target_is_the_update_in_units_of_a_gradient() -> None:
 # ---------------------------------------------------------------- several steps
 
 
+SCALED = {"train BN, normalised": Scale((0.4,), (0.3,))}
 UNROLLED: dict[str, tuple[Callable[[], nn.Module], LocalTraining]] = {
     "plain": (smooth, LocalTraining(lr=0.5, batch_size=2, steps=3)),
     "momentum and decay": (
@@ -748,7 +760,7 @@ UNROLLED: dict[str, tuple[Callable[[], nn.Module], LocalTraining]] = {
     "adam, one step": (smooth, LocalTraining(lr=0.05, batch_size=2, optimiser="adam")),
     "train BN, normalised": (
         with_norm,
-        LocalTraining(lr=0.5, batch_size=2, steps=3, mean=(0.4,), std=(0.3,)),
+        LocalTraining(lr=0.5, batch_size=2, steps=3),
     ),
 }
 
@@ -757,7 +769,8 @@ UNROLLED: dict[str, tuple[Callable[[], nn.Module], LocalTraining]] = {
 @pytest.mark.parametrize("name", UNROLLED)
 def test_unrolled_slope_is_autograd_through_the_full_graph(name: str, soft: bool) -> None:
     make, training = UNROLLED[name]
-    world = case(make(), training, shape=SMALL, double=True)
+    scale = SCALED.get(name, AS_THEY_ARE)
+    world = case(make(), training, shape=SMALL, double=True, scale=scale)
     labels = world.soft() if soft else world.labels
     for ours, plain in DISTANCES.values():
         value, expected = naive(world, world.inputs, labels, plain, training.steps)
@@ -952,8 +965,8 @@ def test_a_parameter_that_the_loss_does_not_use_changes_nothing() -> None:
     torch.manual_seed(0)
     model, training = Idle(), LocalTraining(batch_size=2)
     truth = Batch(torch.rand(2, 3, 4, 4, generator=rng), torch.tensor([0, 3]))
-    update = train(model, truth, training, rng).update
-    seen = Observation(model, update, (3, 4, 4), 4)
+    update = train(setting(model, truth), truth, training, rng).update
+    seen = Observation(setting(model, (3, 4, 4), 4), update)
     x = torch.rand(2, 3, 4, 4, generator=rng, dtype=torch.float64)
     slopes = [
         Engine(seen, training, 2, dtype=torch.float64, mode=mode).slope(x, truth.labels, cosine)

@@ -27,6 +27,7 @@ from leakgauge.data.photos import photos
 from leakgauge.defences import ClipAndNoise, Prune
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
+from leakgauge.records import Scale
 from leakgauge.threat import covered, observe
 from leakgauge.types import Batch, LocalTraining, Observation, Resources, ThreatModel
 
@@ -51,9 +52,14 @@ def federated(
     model = models.make(
         name, shape=(3, SIZE, SIZE), classes=len(data.classes), rng=seeded(seed), **options
     )
-    local = LocalTraining(batch_size=records, batch_norm="eval", mean=(0.5,) * 3, std=(0.25,) * 3)
+    local = LocalTraining(batch_size=records, batch_norm="eval")
     scenario = Scenario(
-        lambda: model, data, replace(local, **(training or {})), records=records, defence=defence
+        lambda: model,
+        data,
+        replace(local, **(training or {})),
+        records=records,
+        defence=defence,
+        scale=Scale((0.5,) * 3, (0.25,) * 3),
     )
     round_ = simulate(scenario, seeded(seed))
     return observe(round_, ThreatModel()), covered(round_, ThreatModel())
@@ -137,7 +143,7 @@ def test_a_perceptron_gives_up_every_image(records: int, hidden: tuple[int, ...]
 
 def test_records_beyond_the_classes_are_read_below_the_head() -> None:
     seen, truth = federated("mlp", 14, hidden=(96, 48))
-    assert seen.classes < 14
+    assert seen.task.count < 14
     guess = ExactRecursion().reconstruct(seen, seeded())
     assert min(scores(guess.inputs, truth.inputs)) > 60
     assert guess.facts["separated_at"] == "fc2"
@@ -161,7 +167,7 @@ def test_a_sigmoid_network_gives_up_a_single_image() -> None:
 def test_activations_of_a_batch_are_exact() -> None:
     seen, truth = federated("resnet-10", 3, width=0.5, init="kaiming-normal-fan-out")
     found = separable(seen, seeded())
-    trace = Trace(seen.model, seen.shape)
+    trace = Trace(seen.model, seen.record.shape)
     source = next(node for node in trace.nodes if node.name == found.source.name)
     true = trace.forward((truth.inputs.double() - 0.5) / 0.25, [source])[source]
     distance = torch.cdist(found.maps.flatten(1), true.flatten(1)) / true.flatten(1).norm(dim=1)
@@ -182,7 +188,7 @@ def test_one_step_is_undone_whatever_its_settings(training: dict[str, Any]) -> N
 
 def test_a_wrong_mask_is_found_and_put_right() -> None:
     seen, _ = federated("resnet-10", width=0.25, init="kaiming-normal-fan-out")
-    trace, gradient = Trace(seen.model, seen.shape), gradient_of(seen)
+    trace, gradient = Trace(seen.model, seen.record.shape), gradient_of(seen)
     found = separate(trace, gradient, 1, seeded())
     below = next(n for n in reversed(trace.nodes[: trace.nodes.index(found.source)])
                  if trace.bent(n))  # fmt: skip
@@ -202,7 +208,7 @@ def test_a_wrong_mask_is_found_and_put_right() -> None:
 
 def test_peeling_stops_at_a_pool_and_says_so() -> None:
     seen, _ = federated("lenet-5", activation="relu", pool="max")
-    trace, gradient = Trace(seen.model, seen.shape), gradient_of(seen)
+    trace, gradient = Trace(seen.model, seen.record.shape), gradient_of(seen)
     done = peel(trace, gradient, separate(trace, gradient, 1, seeded()), Silent())
     assert "act2" in done.stopped
     assert done.lowest.name == "pool2"
@@ -273,7 +279,7 @@ def test_dropout_is_refused() -> None:
     seen, _ = federated("mlp", hidden=(64,), training={"dropout": "replayed"})
     model = nn.Sequential(nn.Dropout(), seen.model)
     with pytest.raises(NotApplicable, match="dropout hides"):
-        gradient_of(replace(seen, model=model))
+        gradient_of(replace(seen, setting=replace(seen.setting, model=model)))
 
 
 class Forks(nn.Module):
@@ -293,8 +299,9 @@ def test_a_model_that_cannot_be_traced_is_refused() -> None:
     seen, _ = federated("mlp")
     model = Forks()
     update = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    forked = replace(seen, setting=replace(seen.setting, model=model), update=update)
     with pytest.raises(NotApplicable, match=r"torch\.fx cannot trace"):
-        ExactRecursion().reconstruct(replace(seen, model=model, update=update), seeded())
+        ExactRecursion().reconstruct(forked, seeded())
 
 
 @pytest.mark.parametrize("field", ["training", "records"])

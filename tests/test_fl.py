@@ -8,16 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge.errors import InputError
 from leakgauge.fl import Scenario, aggregate, simulate
 from leakgauge.fl.local import advance, loss, minibatches, ready, start, train
 from leakgauge.fl.partition import LabelSkew, QuantitySkew
+from leakgauge.records import Classes, Images, Scale
 from leakgauge.tensors import norm, parameters, subtract
-from leakgauge.types import Batch, Dataset, LocalTraining, Named
+from leakgauge.types import Batch, Dataset, LocalTraining, Named, Setting
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def scaled(model: nn.Module, batch: Batch) -> Setting:
+    return setting(model, batch, scale=Scale(MEAN, STD))
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -27,7 +33,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def by_torch(model: nn.Module, batch: Batch, training: LocalTraining) -> nn.Module:
     """The trained model, as a user would write it: modules, backward() and torch.optim.
 
-    Minibatches in order; `batch_size` must divide the records.
+    Records are normalised by MEAN and STD, and taken in order; `batch_size` must divide them.
     """
     model = copy.deepcopy(model).train()
     for layer in model.modules():
@@ -40,7 +46,7 @@ def by_torch(model: nn.Module, batch: Batch, training: LocalTraining) -> nn.Modu
     optimiser = kind(
         model.parameters(), lr=training.lr, weight_decay=training.weight_decay, **options
     )
-    mean, std = (batch.inputs.new_tensor(v)[:, None, None] for v in (training.mean, training.std))
+    mean, std = (batch.inputs.new_tensor(v)[:, None, None] for v in (MEAN, STD))
     chunks = list(zip(batch.inputs.split(training.batch_size),
                       batch.labels.split(training.batch_size), strict=True))  # fmt: skip
     with torch.random.fork_rng():
@@ -79,7 +85,7 @@ def distance(left: Named, right: Named) -> float:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mode):
-    training = LocalTraining(lr=0.03, batch_size=12, batch_norm=mode, mean=MEAN, std=STD)
+    training = LocalTraining(lr=0.03, batch_size=12, batch_norm=mode)
     model.train()
     model.norm.train(mode == "train")
     model.drop.eval()
@@ -87,7 +93,7 @@ def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mod
     copied = copy.deepcopy(model)
     F.cross_entropy(copied(inputs), batch.labels).backward()
     gradient = {name: 0.03 * p.grad for name, p in copied.named_parameters()}
-    assert distance(train(model, batch, training, rng).update, gradient) < 1e-6
+    assert distance(train(scaled(model, batch), batch, training, rng).update, gradient) < 1e-6
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -96,13 +102,13 @@ def test_one_step_is_the_learning_rate_times_the_gradient(model, batch, rng, mod
 def test_steps_of_sgd_are_those_of_torch_to_the_last_bit(model, batch, rng, mode, decay, momentum):
     training = LocalTraining(
         lr=0.07, batch_size=4, steps=5, momentum=momentum, weight_decay=decay, batch_norm=mode,
-        mean=MEAN, std=STD, sends="weights",
+        sends="weights",
     )  # fmt: skip
     after = by_torch(model, batch, training)
-    trained = train(model, batch, training, rng)
+    trained = train(scaled(model, batch), batch, training, rng)
     assert_same(trained.update, moved(model, after))
     assert_same(trained.buffers, dict(after.named_buffers()))
-    summed = train(model, batch, replace(training, sends="update"), rng).update
+    summed = train(scaled(model, batch), batch, replace(training, sends="update"), rng).update
     assert distance(summed, trained.update) < 1e-5
 
 
@@ -112,23 +118,23 @@ def test_steps_of_adam_are_those_of_torch(model, batch, rng, decay):
     # it by its own size: eval mode in float32, both in float64.
     training = LocalTraining(
         optimiser="adam", lr=0.01, batch_size=4, steps=5, weight_decay=decay, batch_norm="eval",
-        mean=MEAN, std=STD, sends="weights",
+        sends="weights",
     )  # fmt: skip
     after = by_torch(model, batch, training)
-    trained = subtract(parameters(model), train(model, batch, training, rng).update)
+    trained = subtract(parameters(model), train(scaled(model, batch), batch, training, rng).update)
     assert distance(trained, parameters(after)) < 1e-6
     model, batch = model.double(), Batch(batch.inputs.double(), batch.labels)
     for mode in ("eval", "train"):
         training = replace(training, batch_norm=mode)
         moves = moved(model, by_torch(model, batch, training))
-        assert distance(train(model, batch, training, rng).update, moves) < 1e-9
+        assert distance(train(scaled(model, batch), batch, training, rng).update, moves) < 1e-9
 
 
 def test_the_modes_of_batch_norm_differ_and_only_train_mode_moves_the_statistics(model, batch, rng):
     training = LocalTraining(batch_size=4, steps=3)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    moving = train(model, batch, training, rng)
-    still = train(model, batch, replace(training, batch_norm="eval"), rng)
+    moving = train(setting(model, batch), batch, training, rng)
+    still = train(setting(model, batch), batch, replace(training, batch_norm="eval"), rng)
     assert_same(still.buffers, before)
     assert moving.buffers["norm.num_batches_tracked"] == 3
     assert distance({"mean": moving.buffers["norm.running_mean"]},
@@ -139,11 +145,10 @@ def test_the_modes_of_batch_norm_differ_and_only_train_mode_moves_the_statistics
 def test_sent_weights_are_rounded_and_a_sent_update_is_not(model, batch, rng):
     """A step far below a weight's last digit survives in the update only."""
     training = LocalTraining(lr=1e-7, batch_size=12)
-    exact = train(
-        copy.deepcopy(model).double(), Batch(batch.inputs.double(), batch.labels), training, rng
-    ).update
-    as_update = train(model, batch, training, rng).update
-    as_weights = train(model, batch, replace(training, sends="weights"), rng).update
+    precise = Batch(batch.inputs.double(), batch.labels)
+    exact = train(setting(copy.deepcopy(model).double(), precise), precise, training, rng).update
+    as_update = train(setting(model, batch), batch, training, rng).update
+    as_weights = train(setting(model, batch), batch, replace(training, sends="weights"), rng).update
     assert distance(as_update, exact) < 1e-5
     assert 1e-2 < distance(as_weights, exact) < 0.5
     for name, weight in parameters(model).items():
@@ -162,9 +167,11 @@ def test_an_epoch_is_a_pass_over_all_records():
 def test_epochs_are_as_many_steps(model, batch, rng):
     training = LocalTraining(batch_size=5, epochs=2)
     in_steps = replace(training, epochs=None, steps=6)
-    trained = train(model, batch, training, rng).update
-    assert_same(trained, train(model, batch, in_steps, rng).update)
-    assert differ(trained, train(model, batch, replace(in_steps, steps=5), rng).update)
+    trained = train(setting(model, batch), batch, training, rng).update
+    assert_same(trained, train(setting(model, batch), batch, in_steps, rng).update)
+    assert differ(
+        trained, train(setting(model, batch), batch, replace(in_steps, steps=5), rng).update
+    )
 
 
 def test_a_shuffled_epoch_takes_every_record_once_in_the_order_of_the_generator():
@@ -185,24 +192,26 @@ def test_training_on_shuffled_records_is_training_on_them_in_that_order(model, b
     training = LocalTraining(batch_size=4, steps=3, order="shuffled")
     order = torch.randperm(12, generator=seeded(3))
     placed = Batch(batch.inputs[order], batch.labels[order])
-    shuffled = train(model, batch, training, seeded(3)).update
+    shuffled = train(setting(model, batch), batch, training, seeded(3)).update
     fixed = replace(training, order="fixed")
-    assert_same(shuffled, train(model, placed, fixed, seeded(3)).update)
-    assert differ(shuffled, train(model, batch, fixed, seeded(3)).update)
+    assert_same(shuffled, train(setting(model, placed), placed, fixed, seeded(3)).update)
+    assert differ(shuffled, train(setting(model, batch), batch, fixed, seeded(3)).update)
 
 
 def test_dropout_is_off_or_replayed_from_its_seed(model, batch, rng):
-    training = LocalTraining(lr=0.1, batch_size=4, steps=2, sends="weights", mean=MEAN, std=STD)
-    off = train(model, batch, training, rng).update
+    training = LocalTraining(lr=0.1, batch_size=4, steps=2, sends="weights")
+    off = train(scaled(model, batch), batch, training, rng).update
     assert_same(off, moved(model, by_torch(model, batch, training)))
 
     replayed = replace(training, dropout="replayed", dropout_seed=7)
-    first = train(model, batch, replayed, rng).update
+    first = train(scaled(model, batch), batch, replayed, rng).update
     assert_same(first, moved(model, by_torch(model, batch, replayed)))  # step t: seed 7 + t
     torch.rand(5)  # whatever else is drawn meanwhile
-    assert_same(first, train(model, batch, replayed, rng).update)
+    assert_same(first, train(scaled(model, batch), batch, replayed, rng).update)
     assert differ(first, off)
-    assert differ(first, train(model, batch, replace(replayed, dropout_seed=8), rng).update)
+    assert differ(
+        first, train(scaled(model, batch), batch, replace(replayed, dropout_seed=8), rng).update
+    )
 
 
 def test_replayed_dropout_leaves_the_global_generators_alone(model, batch, rng, monkeypatch):
@@ -211,7 +220,9 @@ def test_replayed_dropout_leaves_the_global_generators_alone(model, batch, rng, 
 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
     state = torch.get_rng_state()
-    train(model, batch, LocalTraining(batch_size=4, steps=2, dropout="replayed"), rng)
+    train(
+        setting(model, batch), batch, LocalTraining(batch_size=4, steps=2, dropout="replayed"), rng
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -220,7 +231,12 @@ def test_the_model_passed_in_is_untouched(model, batch, rng):
     model.conv.train()
     modes = [layer.training for layer in model.modules()]
     state = copy.deepcopy(model.state_dict())
-    train(model, batch, LocalTraining(lr=0.5, batch_size=4, steps=3, dropout="replayed"), rng)
+    train(
+        setting(model, batch),
+        batch,
+        LocalTraining(lr=0.5, batch_size=4, steps=3, dropout="replayed"),
+        rng,
+    )
     assert_same(dict(model.state_dict()), dict(state))
     assert [layer.training for layer in model.modules()] == modes
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -228,8 +244,8 @@ def test_the_model_passed_in_is_untouched(model, batch, rng):
 
 def test_a_frozen_layer_is_not_in_the_update(model, batch, rng):
     model.conv.requires_grad_(False)
-    training = LocalTraining(lr=0.1, batch_size=4, steps=3, sends="weights", mean=MEAN, std=STD)
-    trained = train(model, batch, training, rng)
+    training = LocalTraining(lr=0.1, batch_size=4, steps=3, sends="weights")
+    trained = train(scaled(model, batch), batch, training, rng)
     assert set(trained.update) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
     assert_same(trained.update, moved(model, by_torch(model, batch, training)))
 
@@ -237,7 +253,7 @@ def test_a_frozen_layer_is_not_in_the_update(model, batch, rng):
 def test_the_update_holds_no_graph(model, batch, rng):
     for optimiser in ("sgd", "adam"):
         training = LocalTraining(batch_size=4, steps=2, optimiser=optimiser, momentum=0.9)
-        trained = train(model, batch, training, rng)
+        trained = train(setting(model, batch), batch, training, rng)
         assert not any(
             t.requires_grad for t in [*trained.update.values(), *trained.buffers.values()]
         )
@@ -245,7 +261,7 @@ def test_the_update_holds_no_graph(model, batch, rng):
 
 def test_loss_takes_classes_or_probabilities(model, batch):
     training = LocalTraining(batch_norm="eval")
-    net, values = ready(model, training), parameters(model)
+    net, values = setting(ready(model, training), batch), parameters(model)
     as_classes = loss(net, values, batch.inputs, batch.labels, training)
     soft = F.one_hot(batch.labels, 4).float()
     torch.testing.assert_close(loss(net, values, batch.inputs, soft, training), as_classes)
@@ -296,7 +312,7 @@ def test_steps_can_be_differentiated(training):
 )
 def test_impossible_sizes_are_refused_in_words(model, batch, rng, changes, words):
     with pytest.raises(InputError, match=words):
-        train(model, batch, replace(LocalTraining(), **changes), rng)
+        train(setting(model, batch), batch, replace(LocalTraining(), **changes), rng)
 
 
 # --- the server: aggregation -------------------------------------------------------------------
@@ -342,17 +358,13 @@ def indices(data: Dataset, batch: Batch) -> list[int]:
 def test_a_round_is_what_its_clients_did(model, easy, rng, server):
     training = LocalTraining(lr=0.1, batch_size=4, steps=2)
     played = simulate(scenario(model, easy, training=training, clients=3, records=8, **server), rng)
-    assert (played.sizes, played.shape, played.classes, played.index) == (
-        (8, 8, 8),
-        (3, 8, 8),
-        4,
-        0,
-    )
+    assert (played.sizes, played.index) == ((8, 8, 8), 0)
+    assert (played.record, played.task) == (Images((3, 8, 8)), Classes(4))
     assert_same(dict(played.model.state_dict()), dict(model.state_dict()))
     taken = [i for truth in played.truths for i in indices(easy, truth)]
     assert len(set(taken)) == 24
     for truth, update in zip(played.truths, played.updates, strict=True):
-        assert_same(update, train(model, truth, training, rng).update)
+        assert_same(update, train(setting(model, truth), truth, training, rng).update)
     for name, weight in model.named_parameters():
         mean = sum(update[name].double() for update in played.updates) / 3
         by_hand = weight.detach().double() - server.get("server_lr", 1.0) * mean
@@ -366,7 +378,8 @@ def test_the_next_round_starts_from_the_aggregate_weights_and_statistics(model, 
     assert second.index == 1
     assert_same(parameters(second.model), first.after)
     statistics = [
-        train(first.model, t, options["training"], seeded()).buffers for t in first.truths
+        train(setting(first.model, t), t, options["training"], seeded()).buffers
+        for t in first.truths
     ]
     for name in ("norm.running_mean", "norm.running_var"):
         mean = torch.stack([s[name] for s in statistics]).mean(0)
@@ -505,6 +518,6 @@ def test_a_parameter_that_the_loss_does_not_use_gets_no_update(batch, rng):
         def forward(self, x):
             return self.head(x.flatten(1))
 
-    update = train(Idle(), batch, LocalTraining(batch_size=len(batch)), rng).update
+    update = train(setting(Idle(), batch), batch, LocalTraining(batch_size=len(batch)), rng).update
     assert not update["idle.weight"].any()
     assert update["head.weight"].any()

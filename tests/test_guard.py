@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from nouns import setting
 from torch import nn
 
 from leakgauge._version import __version__
@@ -27,6 +28,7 @@ from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy, calibrate
 from leakgauge.guard import guard as guards
 from leakgauge.guard import policy as policies
+from leakgauge.records import Scale
 from leakgauge.tensors import parameters, subtract
 from leakgauge.types import Batch, Detection, LocalTraining
 
@@ -56,7 +58,9 @@ def records(easy) -> Batch:
 
 def after(model: nn.Module, records: Batch, rng: torch.Generator) -> dict[str, torch.Tensor]:
     """What a client sends back."""
-    return subtract(parameters(model), train(model, records, TRAINING, rng).update)
+    return subtract(
+        parameters(model), train(setting(model, records), records, TRAINING, rng).update
+    )
 
 
 def fished(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -117,7 +121,7 @@ def test_a_head_from_zeros_may_hold_copies_and_be_unbalanced(records, rng):
     for _ in range(3):
         verdict = guard.check(model.state_dict(), records)
         assert verdict.decision == "ACCEPT", str(verdict)
-        update = train(model, records, training, rng).update
+        update = train(setting(model, records), records, training, rng).update
         back = subtract(parameters(model), update)
         guard.remember(verdict, back)
         model.load_state_dict(back)
@@ -622,7 +626,7 @@ def test_a_change_of_batch_norm_buffers_alone_is_rejected(records, rng, mode):
     for _ in range(2):
         verdict = guard.check(model.state_dict(), records)
         assert verdict.decision == "ACCEPT", str(verdict)
-        local = train(model, records, training, rng)
+        local = train(setting(model, records), records, training, rng)
         back = subtract(parameters(model), local.update) | local.buffers
         guard.remember(verdict, back)
         model.load_state_dict(back)
@@ -652,7 +656,7 @@ def test_a_broadcast_in_another_precision_is_converted(records, rng, dtype):
         assert verdict.decision == "ACCEPT", str(verdict)
         told = next(d.reason for d in verdict.detections if d.test == "structure")
         assert ("were converted" in told) == bool(index % 2)
-        local = train(model, records, replace(TRAINING, lr=1e-4), rng)
+        local = train(setting(model, records), records, replace(TRAINING, lr=1e-4), rng)
         back = subtract(parameters(model), local.update) | local.buffers
         guard.remember(verdict, back)
         model.load_state_dict(back)
@@ -664,7 +668,7 @@ def test_a_learning_rate_that_starts_again_is_no_alarm(sent, records, rng):
     for lr in (0.1, 0.01, 0.001, 0.001, 0.001, 0.1, 0.1):
         verdict = guard.check(sent.state_dict(), records)
         assert verdict.decision == "ACCEPT", str(verdict)
-        update = train(sent, records, replace(TRAINING, lr=lr), rng).update
+        update = train(setting(sent, records), records, replace(TRAINING, lr=lr), rng).update
         back = subtract(parameters(sent), update)
         guard.remember(verdict, back)
         sent.load_state_dict(back)
@@ -811,7 +815,8 @@ def test_a_written_policy_reads_the_same(tmp_path):
             refuse_exposed=False,
             thresholds={"head-gain": 4.5},
         ),
-        LocalTraining(lr=0.2, mean=(0.1, 0.2, 0.3)),
+        LocalTraining(lr=0.2),
+        Scale(mean=(0.1, 0.2, 0.3)),
     )
     policies.write(tmp_path / "p.toml", settings, ["why it is so"])
     assert policies.read(tmp_path / "p.toml") == settings

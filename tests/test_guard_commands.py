@@ -285,16 +285,12 @@ def test_plain_files_of_torch_are_read(desk, monkeypatch):
     assert leakgauge(monkeypatch, "check", "got.pth", *OWN) == 0
 
 
-def test_the_guard_asks_for_no_attack_before_it_is_evaluated():
+def test_the_guard_asks_for_no_attack():
     """What a client imports on every start."""
     for path in Path(guard_package.__file__).parent.glob("*.py"):
-        if path.stem in ("evaluate", "findings", "studied"):
-            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                words = ast.unparse(node)
-                assert "attacks" not in words, path
-                assert "evaluate" not in words, path
+                assert "attacks" not in ast.unparse(node), path
 
 
 def test_calibration_writes_a_policy_that_can_be_used(desk, monkeypatch):

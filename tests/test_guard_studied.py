@@ -11,18 +11,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from guard_studied import STUDIED, Host
+from nouns import setting
 from torch.nn.functional import interpolate
 
 from leakgauge import metrics
 from leakgauge.detectors import WarmUp
-from leakgauge.fl.local import train, unnormalised
+from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy
-from leakgauge.guard.studied import STUDIED, Host
+from leakgauge.records import Scale, record_of
 from leakgauge.tensors import norm
 from leakgauge.types import Batch, Dataset, LocalTraining
 
 SHAPE, CLASSES, UNITS = (3, 16, 16), 10, 512
-TRAINING = LocalTraining(lr=0.05, batch_size=64, mean=(0.5,) * 3, std=(0.2,) * 3)
+TRAINING = LocalTraining(lr=0.05, batch_size=64)
+SCALE = Scale((0.5,) * 3, (0.2,) * 3)
 
 
 def smooth(count: int, seed: int) -> Dataset:
@@ -49,15 +52,16 @@ def played(name: str, policy: Policy | None = None, noise: float = 0.0):
         model = make()
     private = smooth(64, 3)
     batch = Batch(private.inputs, private.labels)
-    guard = Guard(make, training, policy=policy, secret=b"ours")
+    guard = Guard(make, training, scale=SCALE, policy=policy, secret=b"ours")
+    record = record_of(batch.inputs, SCALE)
     honest = guard.check(model.state_dict(), batch, first=True)
     assert honest.decision == "ACCEPT", str(honest)
-    read = case.tamper(model, smooth(1000, 4), training, rng)
+    read = case.tamper(model, record.entering(smooth(1000, 4).inputs), training, rng)
     verdict = guard.check(model.state_dict(), batch, first=True)
-    update = train(model, batch, training, rng).update
+    update = train(setting(model, batch, scale=SCALE), batch, training, rng).update
     spread = noise * norm(update) / math.sqrt(sum(v.numel() for v in update.values()))
     update = {n: v + spread * torch.randn(v.shape, generator=rng) for n, v in update.items()}
-    guess = unnormalised(read(update).float(), training).clamp(0, 1)
+    guess = record.leaving(read(update).float()).clamp(0, 1)
     pairs = metrics.assign.optimal(guess, batch.inputs)
     psnr = metrics.psnr(guess[pairs[pairs >= 0]], batch.inputs[pairs >= 0])
     return verdict, int((psnr > 50).sum())
@@ -130,9 +134,12 @@ def test_where_the_layer_is_hidden_from_the_probe_the_verdict_says_so():
     batch = Batch(private.inputs, private.labels)
     case = replace(STUDIED["x @ W as host"], share=0.9)
     model = make()
-    case.tamper(model, smooth(500, 4), TRAINING, torch.Generator().manual_seed(1))
-    verdict = Guard(make, TRAINING).check(model.state_dict(), batch, first=True)
+    public = record_of(batch.inputs, SCALE).entering(smooth(500, 4).inputs)
+    case.tamper(model, public, TRAINING, torch.Generator().manual_seed(1))
+    verdict = Guard(make, TRAINING, scale=SCALE).check(model.state_dict(), batch, first=True)
     assert "first.weight" in verdict.untested["coverage"]
     strict = Policy(require=("batch", "memory", "coverage"))
-    verdict = Guard(make, TRAINING, policy=strict).check(model.state_dict(), batch, first=True)
+    verdict = Guard(make, TRAINING, scale=SCALE, policy=strict).check(
+        model.state_dict(), batch, first=True
+    )
     assert not verdict.train

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from torch import Tensor, nn
 
-from leakgauge import data, models
+from leakgauge import data, fl, models
 from leakgauge.attacks import _labels
 from leakgauge.attacks._labels import LabelRule, infer, smooth_noise
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import train
 from leakgauge.metrics.labels import chance, multiset_accuracy
-from leakgauge.types import Batch, LocalTraining, Observation
+from leakgauge.records import Scale
+from leakgauge.types import Batch, LocalTraining, Observation, Setting
 
 PHOTOS = data.load("photos", size=16)
 SHAPE = (3, 16, 16)
@@ -34,9 +36,11 @@ def drawn(size: int, classes: int, seed: int) -> Batch:
 
 def observed(model: nn.Module, truth: Batch, classes: int, training: LocalTraining) -> Observation:
     rng = torch.Generator().manual_seed(0)
-    update = train(model, truth, training, rng).update
+    update = train(setting(model, truth), truth, training, rng).update
     _, *shape = truth.inputs.shape
-    return Observation(model, update, (shape[0], shape[1], shape[2]), classes, training, len(truth))
+    return Observation(
+        setting(model, (shape[0], shape[1], shape[2]), classes), update, training, len(truth)
+    )
 
 
 def accuracy(
@@ -283,13 +287,17 @@ def doubtful(seed: int = 0, lr: float = 0.01) -> Observation:
     return observed(model, drawn(16, 10, seed), 10, LocalTraining(lr=lr, batch_size=16))
 
 
+def scaled(setting: Setting, scale: Scale) -> Setting:
+    return fl.setting(setting.model, setting.record.shape, setting.task.count, scale)
+
+
 def test_attacks_on_one_update_share_what_the_stand_ins_say() -> None:
     first = doubtful()
     labels, ran = passing(first, "counts")
     assert ran == _labels.STAND_INS
     # Another attack holds its own copy of the observation, and draws from its own generator.
     again = replace(first, update={n: u.clone() for n, u in first.update.items()},
-                    model=copy.deepcopy(first.model))  # fmt: skip
+                    setting=copy.deepcopy(first.setting))  # fmt: skip
     assert passing(again, "counts", seed=2) == (labels, 0)
 
 
@@ -299,7 +307,7 @@ def test_attacks_on_one_update_share_what_the_stand_ins_say() -> None:
         lambda seen: doubtful(seed=1),
         lambda seen: doubtful(lr=0.02),
         lambda seen: replace(seen, records=32, training=replace(seen.training, batch_size=32)),
-        lambda seen: replace(seen, training=replace(seen.training, mean=(0.5,))),
+        lambda seen: replace(seen, setting=scaled(seen.setting, Scale((0.5,)))),
         lambda seen: replace(seen, update={n: u.clone() for n, u in seen.update.items()}
                              | {"inner.body.0.bias": torch.zeros(12)}),
     ],

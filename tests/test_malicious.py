@@ -13,7 +13,6 @@ from torch import nn
 from leakgauge import attacks, models, threat
 from leakgauge.attacks.active import Seer
 from leakgauge.audit import Store, parse, run
-from leakgauge.audit.forecast import _shortened
 from leakgauge.data.digits import digits
 from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate, tampered, target
@@ -22,14 +21,16 @@ from leakgauge.guard import Guard
 from leakgauge.tensors import parameters, weighted_mean
 from leakgauge.types import (
     Defence,
+    Here,
+    Kept,
     Knowledge,
     LocalTraining,
     Named,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
     Round,
-    Tampered,
     Target,
     ThreatModel,
 )
@@ -48,22 +49,30 @@ def played(clients: int = 2, seed: int = 0) -> Round:
     return simulate(Scenario(lambda: network(seed), digits(), training, clients), seeded(seed))
 
 
+WORD = Kept(facts={"word": "kept"})
+
+
+def sending(*models: nn.Module) -> Preparation:
+    return Preparation(Kept(), models)
+
+
 @dataclass(frozen=True)
 class Swap:
     """Sends another network and keeps a word."""
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset()
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
-        return Tampered((network(7),), {"word": "kept"})
+    ) -> Preparation:
+        return Preparation(WORD, (network(7),))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        assert seen.secret is not None
-        return Reconstruction(torch.zeros(seen.records or 1, *seen.shape), None, 0.0)
+        assert seen.kept is not None
+        return Reconstruction(torch.zeros(seen.records or 1, *seen.record.shape), None, 0.0)
 
 
 # ---------------------------------------------------------------- federation
@@ -71,7 +80,7 @@ class Swap:
 
 def test_an_honest_model_sent_back_is_the_same_round() -> None:
     honest = played()
-    again = tampered(honest, Tampered((honest.model,)), seeded(1))
+    again = tampered(honest, sending(honest.model), seeded(1))
     for one, other in zip(honest.updates, again.updates, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(torch.equal(honest.after[name], again.after[name]) for name in honest.after)
@@ -80,17 +89,17 @@ def test_an_honest_model_sent_back_is_the_same_round() -> None:
 def test_clients_train_on_what_was_sent_to_each() -> None:
     honest = played()
     sent = (network(5), network(6))
-    round_ = tampered(honest, Tampered(sent, {"k": 1}), seeded())
+    round_ = tampered(honest, sending(*sent), seeded())
     for k, model in enumerate(sent):
-        alone = tampered(honest, Tampered((model,)), seeded())
+        alone = tampered(honest, sending(model), seeded())
         assert all(torch.equal(alone.updates[k][n], u) for n, u in round_.updates[k].items())
-    assert round_.secret == {"k": 1}
+    assert round_.sent == sent
     assert round_.truths is honest.truths
 
 
 def test_a_wrong_number_of_models_is_said() -> None:
     with pytest.raises(InputError, match="3 models for 2 clients"):
-        tampered(played(), Tampered((network(),) * 3), seeded())
+        tampered(played(), sending(*(network(),) * 3), seeded())
 
 
 def uneven(defence: Defence | None = None) -> Round:
@@ -112,7 +121,7 @@ def uneven(defence: Defence | None = None) -> Round:
 
 def test_a_tampered_round_meets_the_server_that_the_honest_one_met() -> None:
     honest = uneven()
-    round_ = tampered(honest, Tampered((network(5),)), seeded())
+    round_ = tampered(honest, sending(network(5)), seeded())
     sent = parameters(network(5))
     mean = weighted_mean(round_.updates, honest.weights)
     for name, value in sent.items():
@@ -123,23 +132,29 @@ def test_a_tampered_round_meets_the_server_that_the_honest_one_met() -> None:
 class Halve:
     """A defence that can be told from none."""
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         return {name: value / 2 for name, value in update.items()}
 
 
 def test_a_tampered_round_meets_the_defence_that_the_honest_one_met() -> None:
     honest = uneven(), uneven(Halve())
-    changed = [tampered(one, Tampered((network(5),)), seeded()) for one in honest]
+    changed = [tampered(one, sending(network(5)), seeded()) for one in honest]
     for name, (bare, kept) in {"honest": honest, "tampered": changed}.items():
         for one, other in zip(bare.updates, kept.updates, strict=True):
             assert all(torch.equal(one[n] / 2, other[n]) for n in one), name
 
 
-def test_the_model_of_a_round_is_the_one_that_the_victim_got() -> None:
-    sent = Tampered((network(5), network(6)))
+def test_the_observed_model_is_the_one_that_the_victim_got() -> None:
+    sent = sending(network(5), network(6))
+    round_ = tampered(played(), sent, seeded())
     for victim, model in enumerate(sent.models):
-        found = parameters(tampered(played(), sent, seeded(), victim).model)
-        assert all(torch.equal(found[n], p) for n, p in parameters(model).items())
+        for actor in ("server", "client"):
+            seen = threat.observe(round_, ThreatModel(actor, client=victim))
+            found = parameters(seen.model)
+            assert all(torch.equal(found[n], p) for n, p in parameters(model).items())
 
 
 @pytest.mark.parametrize("victims", [(0,), (1,), (2,), (0, 1, 2)])
@@ -154,7 +169,7 @@ def test_the_target_holds_nothing_of_a_client() -> None:
     round_ = played()
     held = target(round_)
     assert held.public is None
-    assert (held.records, held.clients, held.classes) == (4, 2, 10)
+    assert (held.records, held.clients, held.task.count) == (4, 2, 10)
     assert held.model is not round_.model
     for name, value in vars(held).items():
         assert not isinstance(value, torch.Tensor), name
@@ -164,11 +179,11 @@ def test_the_target_holds_nothing_of_a_client() -> None:
 
 
 @pytest.mark.parametrize("actor", ["server", "aggregate"])
-def test_only_a_malicious_observer_holds_the_secret(actor: Any) -> None:
-    round_ = tampered(played(), Tampered((network(3),), {"word": "kept"}), seeded())
-    assert threat.observe(round_, ThreatModel(actor)).secret is None
-    seen = threat.observe(round_, ThreatModel(actor, malicious=True))
-    assert seen.secret == {"word": "kept"}
+def test_only_the_attacker_that_prepared_holds_what_it_kept(actor: Any) -> None:
+    round_ = tampered(played(), Preparation(WORD, (network(3),)), seeded())
+    assert threat.observe(round_, ThreatModel(actor, malicious=True)).kept is None
+    seen = threat.observe(round_, ThreatModel(actor, malicious=True), kept=WORD)
+    assert seen.kept == WORD
 
 
 @pytest.mark.parametrize(
@@ -240,11 +255,11 @@ class Witness(Swap):
 
     told: list[Any] = field(default_factory=list)
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         self.told.append(target)
-        return Tampered(tuple(network(5 + k) for k in range(target.clients)), {"word": "kept"})
+        return Preparation(WORD, tuple(network(5 + k) for k in range(target.clients)))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -331,9 +346,8 @@ def test_the_same_seed_gives_the_same_trial(tmp_path: Path) -> None:
     assert first.score.scores == second.score.scores
 
 
-def test_the_forecast_shortens_a_training_and_leaves_its_folder_alone() -> None:
-    short: Any = _shortened(Seer(steps=2500, folder="kept"), 3)
-    assert (short.steps, short.folder) == (3, None)
+def test_the_forecast_shortens_a_training() -> None:
+    assert Seer(steps=2500, side=4).shortened(3, 1) == Seer(steps=3, side=4)
 
 
 def test_an_honest_server_may_not(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import models
@@ -26,6 +27,7 @@ from leakgauge.attacks._matching import (
     Lbfgs,
     Optimiser,
     Phases,
+    Search,
     constant,
     cosine,
     match,
@@ -102,16 +104,17 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
 
 def seen(records: int = 1, **changes: Any) -> Observation:
     fields = {"training": LocalTraining(), "records": records} | changes
-    return Observation(nn.Identity(), {}, SHAPE, 5, **fields)
+    return Observation(setting(nn.Identity(), SHAPE, 5), {}, **fields)
 
 
 def run(optimiser: Optimiser, iterations: int, **options: Any) -> Any:
     defaults = {"labels": torch.tensor([3]), "rng": seeded()}
+    knobs = {key: options.pop(key) for key in ("restarts", "start") if key in options}
     return match(
         options.pop("seen", seen()),
         options.pop("distance", squared),
+        Search(iterations, **knobs),
         optimiser=optimiser,
-        iterations=iterations,
         **defaults | options,
     )
 
@@ -190,14 +193,14 @@ def test_lbfgs_solves_a_small_sigmoid_problem_to_high_accuracy() -> None:
                         init="wide-uniform", rng=seeded()).double()  # fmt: skip
     truth = Batch(torch.rand(1, *shape, generator=seeded(7)).double(), torch.tensor([2]))
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
-    observation = Observation(model, update, shape, 4, training=training, records=1)
+    update = train(setting(model, truth), truth, training, seeded()).update
+    observation = Observation(setting(model, shape, 4), update, training=training, records=1)
     guess = match(
         observation,
         squared,
+        Search(150),
         labels=truth.labels,
         optimiser=Lbfgs(),
-        iterations=150,
         box="none",
         dtype=torch.float64,
         rng=seeded(),
@@ -782,8 +785,8 @@ def test_an_attack_checks_its_derivative_once_however_many_searches_it_makes(
     model = models.make("lenet-zhu", shape=(3, 8, 8), classes=4, rng=seeded())
     truth = Batch(torch.rand(2, 3, 8, 8, generator=seeded(1)), torch.tensor([0, 3]))
     training = LocalTraining(batch_size=2)
-    update = train(model, truth, training, seeded()).update
-    observation = Observation(model, update, (3, 8, 8), 4, training, 2)
+    update = train(setting(model, truth), truth, training, seeded()).update
+    observation = Observation(setting(model, (3, 8, 8), 4), update, training, 2)
     for _ in range(2):
         made.clear(), checks.clear()
         attack.reconstruct(observation, seeded())

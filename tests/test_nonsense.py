@@ -22,11 +22,12 @@ from leakgauge import cli, data
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS
 from leakgauge.audit import forecast, parse, read
 from leakgauge.audit.document import Federation, Limit, Measure
-from leakgauge.audit.ranges import FINITE, RANGES, range_of
 from leakgauge.data._dataset import make_dataset
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import DataError, LeakGaugeError, PlanError
 from leakgauge.fl import PARTITIONS
+from leakgauge.ranges import FINITE, OF_METHODS, OF_PLANS, Range
+from leakgauge.records import Scale
 from leakgauge.types import LocalTraining, ThreatModel
 
 PLAN: dict[str, Any] = {
@@ -37,6 +38,7 @@ PLAN: dict[str, Any] = {
 TABLES: dict[str, type[Any]] = {
     "federation": Federation,
     "federation.training": LocalTraining,
+    "federation.record": Scale,
     "threat": ThreatModel,
     "audit": Measure,
     "audit.limit": Limit,
@@ -49,14 +51,14 @@ KINDS: dict[str, dict[str, type[Any]]] = {
 NONSENSE = (-5, math.nan, math.inf, -math.inf, 10**40)
 
 
-def numbers(kind: type[Any]) -> list[tuple[str, bool]]:
-    """The options of a class that take a number, and whether they take a list of them."""
+def numbers(kind: type[Any]) -> list[tuple[str, Any]]:
+    """The options of a class that take a number, and whether they take a list or table of them."""
     found = []
     for name, hint in typing.get_type_hints(kind).items():
         parts = {hint, *typing.get_args(hint)}
         parts |= {inner for part in parts for inner in typing.get_args(part)}
         if parts & {int, float} and name in {f.name for f in dataclasses.fields(kind) if f.init}:
-            found.append((name, typing.get_origin(hint) is tuple))
+            found.append((name, typing.get_origin(hint)))
     return found
 
 
@@ -81,8 +83,13 @@ def planned(where: str, kind: type[Any], name: str, value: Any) -> dict[str, Any
     return table | {where: [entry]}
 
 
+def range_of(where: str, kind: type[Any], name: str) -> Range | None:
+    named = OF_PLANS if where in TABLES else OF_METHODS
+    return kind.__dataclass_fields__[name].metadata.get("range") or named.get(name)
+
+
 OPTIONS = [
-    pytest.param(where, kind, name, listed, id=f"{where}.{kind.__name__}.{name}")
+    pytest.param(where, kind, name, held, id=f"{where}.{kind.__name__}.{name}")
     for where, kind in [
         *TABLES.items(),
         *(
@@ -91,41 +98,39 @@ OPTIONS = [
             for kind in dict.fromkeys(known.values())
         ),
     ]
-    for name, listed in numbers(kind)
+    for name, held in numbers(kind)
 ]
 
 
-@pytest.mark.parametrize(("where", "kind", "name", "listed"), OPTIONS)
+@pytest.mark.parametrize(("where", "kind", "name", "held"), OPTIONS)
 def test_a_number_that_makes_no_sense_is_refused(
-    where: str, kind: type[Any], name: str, listed: bool
+    where: str, kind: type[Any], name: str, held: Any
 ) -> None:
-    allowed = range_of(kind, name)
-    assert allowed is not None, f"{kind.__name__}.{name} has no range in audit/ranges.py"
+    allowed = range_of(where, kind, name)
+    assert allowed is not None, f"say the range of {kind.__name__}.{name}: option(…, POSITIVE)"
     for value in NONSENSE:
         if allowed is FINITE and math.isfinite(value):
             continue
         if value in allowed and not isinstance(value, float):
             continue  # 10**40 is odd, but a number like others where there is no upper end
-        table = planned(where, kind, name, [value] if listed else value)
+        given = {tuple: [value], dict: {"ssim": value}}.get(held, value)
+        table = planned(where, kind, name, given)
         with pytest.raises(LeakGaugeError, match=name) as refusal:
             parse(table, "nonsense", Path.cwd())
         assert len(str(refusal.value)) < 300
 
 
-@pytest.mark.parametrize(("where", "kind", "name", "listed"), OPTIONS)
-def test_every_default_is_in_its_range(
-    where: str, kind: type[Any], name: str, listed: bool
-) -> None:
-    allowed, default = range_of(kind, name), kind.__dataclass_fields__[name].default
+@pytest.mark.parametrize(("where", "kind", "name", "held"), OPTIONS)
+def test_every_default_is_in_its_range(where: str, kind: type[Any], name: str, held: Any) -> None:
+    allowed, default = range_of(where, kind, name), kind.__dataclass_fields__[name].default
     assert allowed is not None
-    values = default if listed else (default,)
+    values = default if held is tuple else (default,)
     assert all(value in allowed for value in values if isinstance(value, int | float))
 
 
 def test_no_range_is_of_an_option_that_does_not_exist() -> None:
-    used = {f"{param.values[1].__name__}.{param.values[2]}" for param in OPTIONS}
-    used |= {str(param.values[2]) for param in OPTIONS}
-    assert set(RANGES) <= used
+    used = {(param.values[0] in TABLES, param.values[2]) for param in OPTIONS}
+    assert {(True, name) for name in OF_PLANS} | {(False, name) for name in OF_METHODS} <= used
 
 
 @pytest.mark.parametrize(

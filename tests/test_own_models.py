@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import audit, cli, data, models
@@ -228,9 +229,9 @@ def test_training_says_what_a_model_lacks() -> None:
     batch = Batch(torch.rand(1, 1, 8, 8), torch.tensor([3]))
     rng = torch.Generator().manual_seed(0)
     with pytest.raises(InputError, match="no trainable parameter"):
-        train(network().requires_grad_(False), batch, LocalTraining(), rng)
+        train(setting(network().requires_grad_(False), batch), batch, LocalTraining(), rng)
     with pytest.raises(InputError, match="more than one value per channel"):
-        train(network(nn.BatchNorm1d(16)), batch, LocalTraining(), rng)
+        train(setting(network(nn.BatchNorm1d(16)), batch), batch, LocalTraining(), rng)
 
 
 def test_a_model_that_is_the_same_object_every_time_is_copied(

@@ -17,22 +17,26 @@ import torch
 from PIL import Image
 
 from leakgauge import models
-from leakgauge.attacks import ATTACKS, Analytic, ExactRecursion, InvertingGradients
+from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Analytic, ExactRecursion, InvertingGradients
+from leakgauge.attacks._matching import Search
 from leakgauge.audit import parse, read
 from leakgauge.audit.cases import controls, trials
-from leakgauge.audit.forecast import _shortened
-from leakgauge.audit.plan import own_files
 from leakgauge.config import plain
 from leakgauge.defences import Prune
 from leakgauge.errors import DataError, LeakGaugeError, PlanError, Withheld
 from leakgauge.fl.partition import Dirichlet, Iid
-from leakgauge.types import LocalTraining, ThreatModel
+from leakgauge.outside import own_files
+from leakgauge.types import Iterative, LocalTraining, ThreatModel
 
 TINY = {
     "federation": {"data": "digits", "model": "mlp"},
     "attack": [{"name": "analytic"}],
     "audit": {"exact": False},
 }
+MOVED = (
+    r"^federation\.training: mean and std say how records are normalised: move them to the table "
+    r"\[federation\.record\]$"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +153,11 @@ def test_a_message_names_the_key_by_its_path():
         ("federation.training.lr", -0.1, "lr must be positive"),
         ("federation.training.lr", math.inf, "lr: expected a finite number, got inf"),
         ("federation.training.lr", math.nan, "lr: expected a finite number, got nan"),
-        ("federation.training.std", [0.0], "std must be positive"),
-        ("federation.training.mean", [0.1, 0.2], "1 channels"),
-        ("federation.training.std", [0.1, 0.2, 0.3], "1 channels"),
+        ("federation.record.std", [0.0], "std must be positive"),
+        ("federation.record.mean", [0.1, 0.2], "1 channels"),
+        ("federation.record.std", [0.1, 0.2, 0.3], "1 channels"),
+        ("federation.training.mean", [0.5], MOVED),
+        ("federation.training.std", [0.5], MOVED),
         ("federation.model", 3, "expected text"),
         ("federation.model", {"name": 3}, "expected text"),
         ("federation.data", {"name": 3}, "expected text"),
@@ -578,8 +584,23 @@ def test_plain_is_what_json_can_hold():
     assert json.loads(json.dumps(value, allow_nan=False)) == value
 
 
-@pytest.mark.parametrize("name", sorted(ATTACKS))
-def test_a_forecast_can_shorten_every_attack(name: str) -> None:
-    attack = ATTACKS[name]()
-    if hasattr(attack, "iterations"):
-        assert _shortened(attack, 3).iterations == 3  # type: ignore[attr-defined]
+SEARCHES = sorted(ATTACKS.keys() - {"analytic", "exact-recursion"})
+
+
+@pytest.mark.parametrize("name", [*SEARCHES, "fishing", "seer"])
+def test_a_forecast_can_shorten_every_attack_that_searches(name: str) -> None:
+    attack = (ATTACKS | ACTIVE_ATTACKS)[name]()
+    assert isinstance(attack, Iterative)
+    short = attack.shortened(3, 2)
+    assert isinstance(short, Iterative)
+    assert short.iterations == 3
+    assert short.restarts == (2 if name in SEARCHES else 1)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_plan_sets_the_shared_knobs_of_every_search(name: str) -> None:
+    knobs = {"iterations": 7, "restarts": 2, "start": "grey", "space": "low-resolution"}
+    knobs |= {"derivative": "exact"}
+    attack = parsed("attack", [{"name": name, **knobs}]).attacks[name]
+    assert isinstance(attack, Search)
+    assert {key: getattr(attack, key) for key in knobs} == knobs

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import recovery
 import torch
 
 from leakgauge.attacks.active import Loki
 from leakgauge.types import Dataset, Reconstruction
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def recovery():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import recovery
-
-        yield recovery
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def noise(count: int, seed: int) -> Dataset:
@@ -36,7 +22,7 @@ def noise(count: int, seed: int) -> Dataset:
 
 
 @pytest.fixture
-def small(recovery, monkeypatch):
+def small(monkeypatch):
     """Noise, and of every table the first row, with few records."""
     private, public = noise(200, 1), noise(400, 2)
     monkeypatch.setattr(recovery, "pictures", lambda: (private, public))
@@ -48,7 +34,7 @@ def small(recovery, monkeypatch):
     return private, public
 
 
-def test_every_table_is_printed(recovery, small, capsys):
+def test_every_table_is_printed(small, capsys):
     assert recovery.main(["--seeds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith(("| MLP", "| ResNet"))]
@@ -57,7 +43,7 @@ def test_every_table_is_printed(recovery, small, capsys):
     assert f"| {recovery.MLP} | class | 1 (all) | 150 (all) | 1.00000 (all) |" in rows
 
 
-def test_images_are_counted_above_each_threshold(recovery, small, monkeypatch):
+def test_images_are_counted_above_each_threshold(small, monkeypatch):
     """Errors of 0, 0.01 (40 dB) and 0.1 (20 dB), and a truth that no guess shows."""
     private, public = small
     (row,) = recovery.TABLES["robbing-the-fed"]
@@ -72,7 +58,7 @@ def test_images_are_counted_above_each_threshold(recovery, small, monkeypatch):
     assert recovery.recovered(row, 0, private, public) == ("1", "2")
 
 
-def test_missing_data_is_said_and_exits_with_2(recovery, tmp_path, monkeypatch, capsys):
+def test_missing_data_is_said_and_exits_with_2(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("LEAKGAUGE_DATA", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # nor in the cache of the user
     assert recovery.main(["loki"]) == 2

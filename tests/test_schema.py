@@ -17,6 +17,7 @@ from leakgauge.audit import schema
 from leakgauge.audit.results import Found, Measurement, Result, Score, Trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError
+from leakgauge.papers import Paper
 
 FREE = {"plan", "facts"}  # the user's own content: any JSON
 NAMES = {"versions", "knowledge", "scores", "mean_image", "random_image"}  # keys are data there
@@ -99,8 +100,8 @@ def optional(path: tuple[Any, ...]) -> bool:
     if path[0] == "plan":
         return True  # older plans left what had a default
     known = table or {1: Result, 3: Trial}.get(len(path))
-    if path[:1] == ("metrics",):
-        known = Measurement
+    if path[:1] in (("metrics",), ("references",)):
+        known = {"metrics": Measurement, "references": Paper}[path[0]]
     if path[:1] == ("threat",):
         known = None
     named = {f.name: f for f in fields(known)} if known else {}
@@ -388,7 +389,8 @@ def test_schema_1_opens_with_what_it_did_not_know_left_empty(real):
     assert opened.threat is None
     assert opened.explanation is None
     assert opened.sensitivity is None
-    assert opened.control == opened.not_run == opened.references == ()
+    assert opened.control == opened.not_run == ()
+    assert {"phong2018", "geiping2020"} <= {paper.key for paper in opened.references}
     assert opened.times.finished is None
     assert opened.federation.model == "mlp"
     trial, told = next(

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import nn
 
 from leakgauge import metrics, models
 from leakgauge.attacks import smooth_to_sharp
-from leakgauge.attacks._matching import Adam, Lbfgs
+from leakgauge.attacks._matching import Adam, Lbfgs, Search
 from leakgauge.attacks._objectives import squared
 from leakgauge.attacks.smooth_to_sharp import (
     SmoothToSharp,
@@ -25,6 +26,7 @@ from leakgauge.attacks.smooth_to_sharp import (
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos
 from leakgauge.fl.local import train
+from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
 
 
@@ -40,8 +42,8 @@ def observed(seed: int = 1) -> tuple[Observation, Batch]:
     data = digits()
     truth = Batch(data.inputs[seed : seed + 1], data.labels[seed : seed + 1])
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
-    return Observation(model, update, (1, 8, 8), 10, training=training, records=1), truth
+    update = train(setting(model, truth), truth, training, seeded()).update
+    return Observation(setting(model, (1, 8, 8), 10), update, training=training, records=1), truth
 
 
 # ---------------------------------------------------------------- parts
@@ -81,9 +83,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[dict[str, A
     def install(residual: float) -> list[dict[str, Any]]:
         kept: list[dict[str, Any]] = []
 
-        def recorder(seen: Observation, distance: Any, **options: Any) -> Reconstruction:
-            kept.append({"distance": distance, **options})
-            n = options["iterations"]
+        def recorder(
+            seen: Observation, distance: Any, search: Search, **options: Any
+        ) -> Reconstruction:
+            kept.append({"distance": distance, "search": search, **options})
+            n = search.iterations
             images = torch.full((1, 1, 8, 8), 0.1 * len(kept))
             return Reconstruction(
                 images, options["labels"], residual / len(kept), (2.0,) * n, (1.0,) * n,
@@ -105,8 +109,8 @@ def run(attack: SmoothToSharp, **resources: Any) -> Reconstruction:
 def test_stages_go_from_long_smooth_steps_to_short_sharp_ones(calls: Any) -> None:
     kept = calls(1.0)
     guess = run(SmoothToSharp(iterations=60, lr=0.4, tv=0.5, restarts=3))
-    assert [one["iterations"] for one in kept] == [30, 20, 10]
-    assert [one["restarts"] for one in kept] == [3, 1, 1]
+    assert [one["search"].iterations for one in kept] == [30, 20, 10]
+    assert [one["search"].restarts for one in kept] == [3, 1, 1]
     assert all(one["distance"] is distance and one["optimiser"].signed for one in kept)
     assert [one["optimiser"].lr for one in kept] == pytest.approx([0.4, 0.032, 0.004])
     weights = [prior[0][1](0.5) for prior in (one["priors"] for one in kept)]
@@ -180,9 +184,9 @@ def test_it_takes_models_without_a_linear_head_when_labels_are_known() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1))
     truth = Batch(digits().inputs[:1], digits().labels[:1])
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
+    update = train(setting(model, truth), truth, training, seeded()).update
     seen = Observation(
-        model, update, (1, 8, 8), 10, training=training, records=1, labels=truth.labels
+        setting(model, (1, 8, 8), 10), update, training=training, records=1, labels=truth.labels
     )
     guess = SmoothToSharp(iterations=6, labels="known").reconstruct(seen, seeded())
     assert torch.equal(guess.labels, truth.labels)  # type: ignore[arg-type]
@@ -207,8 +211,8 @@ def saturated(records: int, **training: Any) -> tuple[Observation, Batch]:
     local = LocalTraining(
         **{"batch_size": records, "batch_norm": "eval", "weight_decay": 0.1} | training
     )
-    update = train(model, truth, local, seeded()).update
-    seen = Observation(model, update, (3, 16, 16), 5, training=local, records=records)
+    update = train(setting(model, truth), truth, local, seeded()).update
+    seen = Observation(setting(model, (3, 16, 16), 5), update, training=local, records=records)
     return seen, truth
 
 
@@ -268,9 +272,9 @@ def test_a_head_without_bias_tells_no_errors() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
     truth = Batch(digits().inputs[:1], digits().labels[:1])
     training = LocalTraining()
-    update = train(model, truth, training, seeded()).update
+    update = train(setting(model, truth), truth, training, seeded()).update
     seen = Observation(
-        model, update, (1, 8, 8), 10, training=training, records=1, labels=truth.labels
+        setting(model, (1, 8, 8), 10), update, training=training, records=1, labels=truth.labels
     )
     guess = SmoothToSharp(iterations=3, labels="known").reconstruct(seen, seeded())
     assert "no bias" in guess.facts["errors"]
@@ -316,9 +320,10 @@ def test_recovered_activations_are_met_by_the_truth_and_by_nothing_else() -> Non
         width=0.5,
     )
     truth = Batch(data.inputs[:2], torch.tensor([3, 1]))
-    training = LocalTraining(batch_size=2, batch_norm="eval", mean=(0.5,) * 3, std=(0.25,) * 3)
-    update = train(model, truth, training, seeded()).update
-    seen = Observation(model, update, (3, 16, 16), 5, training=training, records=2)
+    training = LocalTraining(batch_size=2, batch_norm="eval")
+    scaled = setting(model, truth, 5, Scale((0.5,) * 3, (0.25,) * 3))
+    update = train(scaled, truth, training, seeded()).update
+    seen = Observation(scaled, update, training=training, records=2)
     penalty, labels, words = recovered(seen, seeded())
     order = torch.stack([(truth.labels == label).nonzero()[0, 0] for label in labels])
     assert sorted(labels.tolist()) == [1, 3]
@@ -358,13 +363,13 @@ def test_a_generator_moves_slowly_and_its_images_go_on_as_pixels(
 
     def noted(*args: Any, **given: Any) -> Reconstruction:
         weight = given["priors"][-1][1](0.0)
-        calls.append((type(given["space"]).__name__, given["optimiser"].lr, weight))
+        calls.append((args[2].space, given["optimiser"].lr, weight))
         return real(*args, **given)
 
     monkeypatch.setattr(smooth_to_sharp, "match", noted)
     seen, _ = observed()
     SmoothToSharp(iterations=6, space="generator", basin=0.0).reconstruct(seen, seeded())
     names, rates, weights = zip(*calls, strict=True)
-    assert names == ("Generator", "Pixels", "Pixels")
+    assert names == ("generator", "pixels", "pixels")
     assert rates == pytest.approx((0.01, 0.016, 0.002))
     assert weights == pytest.approx((0.05, 0.02, 0.002))

@@ -51,8 +51,7 @@ def opened(out, fingerprint="f", *, resume=False, overwrite=False):
 def audited(tmp_path):
     """The folder of an audit with one trial, an image and a result."""
     store = opened(tmp_path / "out")
-    store.keep(trial())
-    write_atomic(store.images / "one" / "sheet.png", b"png")
+    store.keep(trial(), [("images/one/sheet.png", b"png")])
     write_json(store.result, {"schema": 1})
     return store.out
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from typing import get_args
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge.attacks import Analytic
@@ -17,12 +18,14 @@ from leakgauge.attacks.active import RobbingTheFed
 from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
+from leakgauge.records import Images
 from leakgauge.tensors import parameters
 from leakgauge.threat import KNOWLEDGE, check, covered, holds, observe, realism
 from leakgauge.types import (
     Actor,
     Batch,
     Dataset,
+    Exchange,
     Knowledge,
     LocalTraining,
     Named,
@@ -79,15 +82,13 @@ def played(model: nn.Module) -> Round:
     )
     after = {n: b - 2 * (0.25 * updates[0][n] + 0.75 * updates[1][n]) for n, b in before.items()}
     return Round(
-        model=model,
+        setting=setting(model, (3, 8, 8), 4),
         truths=truths,
         updates=updates,
         weights=(0.25, 0.75),
         after=after,
         training=LocalTraining(lr=0.5),
         sizes=(1, 3),
-        shape=(3, 8, 8),
-        classes=4,
     )
 
 
@@ -135,7 +136,7 @@ def test_what_is_granted_is_what_happened(played):
         clients = 1 if threat.actor == "server" else 2
         batch_size = clients * played.training.batch_size
         assert seen.training == replace(played.training, batch_size=batch_size)
-        assert (seen.shape, seen.classes) == ((3, 8, 8), 4)
+        assert (seen.record.shape, seen.task.count) == ((3, 8, 8), 4)
         judged = covered(played, threat)
         assert len(judged) == records
         assert torch.equal(judged.labels, labels)
@@ -160,6 +161,45 @@ def test_each_actor_sees_its_own_view_of_the_update(played):
         for name, value in mean.items():
             assert torch.equal(seen.update[name], before[name] - played.after[name])
             torch.testing.assert_close(seen.update[name], 2 * value, rtol=1e-4, atol=1e-5)
+
+
+# --- without truths ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captured(played: Round) -> Exchange:
+    """The same round as it travelled: nobody knows the truth behind it."""
+    known = {f.name: getattr(played, f.name) for f in fields(Exchange)}
+    exchange = Exchange(**known)
+    assert not hasattr(exchange, "truths")
+    return exchange
+
+
+@pytest.mark.parametrize("actor", ["server", "aggregate"])
+@pytest.mark.parametrize("grants", [s for s in SUBSETS if not s & TRUTHS], ids=sorted)
+def test_what_travelled_is_observed_without_truths(played, captured, actor, grants):
+    threat = ThreatModel(actor, grants, client=1)
+    seen, known = observe(captured, threat), observe(played, threat)
+    assert seen.update.keys() == known.update.keys()
+    assert all(torch.equal(value, known.update[name]) for name, value in seen.update.items())
+    assert (seen.training, seen.records) == (known.training, known.records)
+    assert (seen.record, seen.task) == (known.record, known.task)
+    assert seen.labels is seen.statistics is seen.own is None
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("grants", SUBSETS, ids=sorted)
+def test_nothing_of_an_unknown_truth_can_be_granted(captured, actor, grants):
+    missing = sorted((grants & TRUTHS) | ({"own"} if actor == "client" else set()))
+    if not missing:
+        observe(captured, ThreatModel(actor, grants))
+        return
+    with pytest.raises(Withheld) as refused:
+        observe(captured, ThreatModel(actor, grants))
+    assert str(refused.value) == (
+        f"nobody knows the truth behind these updates, so {', '.join(missing)} cannot be granted: "
+        "leave it out of threat.grants, choose another threat.actor, or record the truths"
+    )
 
 
 # --- copies ------------------------------------------------------------------------------------
@@ -325,12 +365,14 @@ def test_who_changes_the_model_is_active_and_who_only_looks_is_not(actor) -> Non
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_statistics_are_those_of_what_enters_the_batch_norm(played, actor, mode):
     """The first batch norm follows a convolution of the normalised images, whatever its mode."""
-    training = LocalTraining(batch_norm=mode, mean=(0.1, 0.2, 0.3), std=(0.5, 0.4, 0.3))
+    record = Images((3, 8, 8), mean=(0.1, 0.2, 0.3), std=(0.5, 0.4, 0.3))
+    scaled = replace(played.setting, record=record)
     threat = ThreatModel(actor, frozenset({"statistics"}), client=1)
     before = {name: value.clone() for name, value in played.model.state_dict().items()}
-    seen = observe(replace(played, training=training), threat)
+    training = LocalTraining(batch_norm=mode)
+    seen = observe(replace(played, setting=scaled, training=training), threat)
     assert list(seen.statistics) == ["norm"]
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (training.mean, training.std))
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (record.mean, record.std))
     entered = played.model.conv((covered(played, threat).inputs - mean) / std).detach()
     average, variance = seen.statistics["norm"]
     torch.testing.assert_close(average, entered.mean((0, 2, 3)))
@@ -352,6 +394,7 @@ def test_an_aggregate_looks_like_one_client_with_all_batches(rng: torch.Generato
     seen = observe(round_, ThreatModel("aggregate"))
     assert seen.training is not None
     assert (seen.training.batch_size, seen.records) == (12, 12)
-    replayed = train(round_.model, covered(round_, ThreatModel("aggregate")), seen.training, rng)
+    together = covered(round_, ThreatModel("aggregate"))
+    replayed = train(round_.setting, together, seen.training, rng)
     for name, value in seen.update.items():
         torch.testing.assert_close(replayed.update[name], value)

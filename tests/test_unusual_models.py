@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nouns import setting
 from torch import Tensor, nn
 
 from leakgauge import data, diagnostics, metrics
@@ -27,7 +28,7 @@ from leakgauge.fl.local import train
 from leakgauge.models.vit import VisionTransformer
 from leakgauge.tensors import parameters
 from leakgauge.threat import observe
-from leakgauge.types import Attack, Batch, LocalTraining, Round, ThreatModel
+from leakgauge.types import Attack, Batch, LocalTraining, PreparedAttack, Round, ThreatModel
 
 CLASSES, LONGEST = 10, 420
 
@@ -227,10 +228,12 @@ def attacked(name: str, round_: Round) -> None:
     """Run an attack: its guess fits the records, or its refusal is a sentence."""
     attack: Any = quick(name)
     try:
-        if name in ACTIVE_ATTACKS:
-            sent = attack.tamper(target(round_, data.load("digits")), seeded())
-            round_ = tampered(round_, sent, seeded())
-        guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), seeded())
+        kept = None
+        if isinstance(attack, PreparedAttack):
+            sent = attack.prepare(target(round_, data.load("digits")), seeded())
+            round_, kept = tampered(round_, sent, seeded()), sent.kept
+        seen = observe(round_, ThreatModel(malicious=True), kept=kept)
+        guess = attack.reconstruct(seen, seeded())
     except NotApplicable as reason:
         words = str(reason)
     else:
@@ -296,7 +299,7 @@ def test_transformers_too(name: str, model: str) -> None:
 
 def test_decepticons_refuses_blocks_that_share_weights() -> None:
     with pytest.raises(NotApplicable, match=r"'blocks\.0\.mlp\.fc1\.weight' is shared"):
-        ACTIVE_ATTACKS["decepticons"]().tamper(
+        ACTIVE_ATTACKS["decepticons"]().prepare(
             target(played(tied_blocks), data.load("digits")), seeded()
         )
 
@@ -338,8 +341,10 @@ def test_a_first_layer_is_found_under_the_name_of_another() -> None:
     assert "first.weight" not in round_.updates[0]
     assert reconstructed(Analytic(), round_) > 80
     trap: Any = ACTIVE_ATTACKS["trap-weights"]()
-    round_ = tampered(round_, trap.tamper(target(round_), seeded()), seeded())
-    guess = trap.reconstruct(observe(round_, ThreatModel(malicious=True)), seeded())
+    sent = trap.prepare(target(round_), seeded())
+    round_ = tampered(round_, sent, seeded())
+    seen = observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+    guess = trap.reconstruct(seen, seeded())
     assert best(guess.inputs, round_.truths[0]) > 80
 
 
@@ -378,7 +383,7 @@ def test_the_exact_recursion_reads_past_a_detach() -> None:
 )
 def test_a_gradient_tells_of_a_layer_that_has_it_alone(model: str, told: list[str | None]) -> None:
     seen = observe(played(MODELS[model]), ThreatModel())
-    trace, gradient = Trace(seen.model, seen.shape), gradient_of(seen)
+    trace, gradient = Trace(seen.model, seen.record.shape), gradient_of(seen)
     assert [trace.told(layer, "weight", gradient) for layer in trace.layers()] == told
 
 
@@ -441,7 +446,7 @@ def test_labels_are_counted_with_half_a_head(model: str, records: int) -> None:
 @pytest.mark.parametrize("rule", ["yin", "fedleak"])
 def test_rules_that_need_the_weights_say_so(rule: Any) -> None:
     seen = observe(played(tied_head), ThreatModel())
-    assert last_linear(seen.model, seen.shape).weight is None
+    assert last_linear(seen.model, seen.record.shape).weight is None
     with pytest.raises(NotApplicable, match=r"frozen or shared.*use the rule 'counts'"):
         infer(seen, rule, seeded())
     assert rule in RULES
@@ -466,7 +471,7 @@ def test_a_shared_bias_below_the_head_is_not_read() -> None:
 @pytest.mark.parametrize("model", ["tied first layer", "a layer twice"])
 def test_bins_are_not_written_into_a_shared_layer(model: str) -> None:
     with pytest.raises(NotApplicable, match="which other layers share"):
-        ACTIVE_ATTACKS["robbing-the-fed"]().tamper(
+        ACTIVE_ATTACKS["robbing-the-fed"]().prepare(
             target(played(MODELS[model]), data.load("digits")), seeded()
         )
 
@@ -488,10 +493,11 @@ def test_fishing_the_head_alone_gives_the_features() -> None:
     attack: Any = quick("fishing")
     round_ = played(lambda: frozen("fc1", "mid"), 1)
     attack = replace(attack, label=int(round_.truths[0].labels[0]))
-    sent = attack.tamper(target(round_), seeded())
+    sent = attack.prepare(target(round_), seeded())
     round_ = tampered(round_, sent, seeded())
-    guess = attack.reconstruct(observe(round_, ThreatModel(malicious=True)), seeded())
-    model: Any = round_.model
+    seen = observe(round_, ThreatModel(malicious=True), kept=sent.kept)
+    guess = attack.reconstruct(seen, seeded())
+    model: Any = seen.model
     features = model.features(round_.truths[0].inputs)[0]
     assert torch.allclose(guess.facts["features"], features, atol=1e-5)
     assert len(guess.inputs) == 0
@@ -515,7 +521,7 @@ def test_three_steps_are_those_of_torch_optim(model: str, training: dict[str, An
     local = LocalTraining(lr=0.1, batch_size=2, steps=3, **training)
     network = MODELS[model]()
     batch = Batch(torch.rand(2, 1, 8, 8, generator=seeded()), torch.tensor([3, 7]))
-    update = train(network, batch, local, seeded()).update
+    update = train(setting(network, batch), batch, local, seeded()).update
     before = {n: p.detach().clone() for n, p in network.named_parameters()}
     trained = [p for p in network.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(trained, lr=0.1, **training)
@@ -543,8 +549,8 @@ def test_a_defended_update_has_the_same_names(model: str, name: str) -> None:
     network = MODELS[model]()
     batch = Batch(torch.rand(2, 1, 8, 8, generator=seeded()), torch.tensor([3, 7]))
     local = LocalTraining(batch_size=2)
-    plain = train(network, batch, local, seeded()).update
-    defended = train(network, batch, local, seeded(), DEFENCES[name]()).update
+    plain = train(setting(network, batch), batch, local, seeded()).update
+    defended = train(setting(network, batch), batch, local, seeded(), DEFENCES[name]()).update
     assert {n: v.shape for n, v in defended.items()} == {n: v.shape for n, v in plain.items()}
 
 
@@ -552,16 +558,18 @@ def test_a_defended_update_has_the_same_names(model: str, name: str) -> None:
 def test_diagnostics_take_them(model: str) -> None:
     network, local = MODELS[model](), LocalTraining(batch_size=2)
     batch = Batch(torch.rand(2, 1, 8, 8, generator=seeded()), torch.tensor([3, 7]))
-    found = diagnostics.gradient(network, batch, local)
+    world = setting(network, batch)
+    found = diagnostics.gradient(world, batch, local)
     assert found.keys() == {n for n, p in network.named_parameters() if p.requires_grad}
     assert 0 <= diagnostics.sparsity(found) < 1
-    assert diagnostics.noise_distances(network, batch, local, [0.1], seeded(), draws=1)[0] > 0
+    assert diagnostics.noise_distances(world, batch, local, [0.1], seeded(), draws=1)[0] > 0
 
 
 def test_diagnostics_of_a_parameter_that_is_not_sent() -> None:
     batch = Batch(torch.rand(2, 1, 8, 8, generator=seeded()), torch.tensor([3, 7]))
     local = LocalTraining(batch_size=2)
+    world = setting(frozen("fc1", "mid"), batch)
     with pytest.raises(InputError, match=r"'fc1\.bias' is not in the update: choose one of head"):
-        diagnostics.magnitude_and_sensitivity(frozen("fc1", "mid"), batch, local, "fc1.bias")
+        diagnostics.magnitude_and_sensitivity(world, batch, local, "fc1.bias")
     with pytest.raises(InputError, match="does not depend on the image"):
-        diagnostics.magnitude_and_sensitivity(CutOff(), batch, local, "head.weight")
+        diagnostics.magnitude_and_sensitivity(setting(CutOff(), batch), batch, local, "head.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -14,8 +15,13 @@ from typing import Any
 
 import pytest
 
-from leakgauge.audit import Store, parse, read, run
-from leakgauge.audit.workers import Workers, next_of
+from leakgauge.attacks import Analytic
+from leakgauge.audit import Store, Watch, parse, read, run
+from leakgauge.audit.bench import Done
+from leakgauge.audit.cases import Case
+from leakgauge.audit.engine import Crew, Hooks, next_of
+from leakgauge.audit.results import Times, Trial
+from leakgauge.audit.workers import Processes
 from leakgauge.config import plain
 from leakgauge.errors import InputError, PlanError
 
@@ -44,12 +50,17 @@ explain = false
 """
 
 
-def prepare() -> Callable[[Any, Any], dict[str, Any]]:
-    """A bench for tests: cases are (what to do, a folder)."""
+def case(what: str, folder: Path) -> Case:
+    """What a bench for tests is to do: in a folder, where it leaves marks."""
+    return Case("trial", 0, str(folder), what, 0)
 
-    def work(case: tuple[str, str], progress: Callable[[int, int, float], None]) -> dict[str, Any]:
-        what, folder = case
-        marks = Path(folder) / what.replace(" ", "-")
+
+def prepare() -> Callable[[Case, Callable[[int, int, float], None]], Done]:
+    """A bench for tests."""
+
+    def work(case: Case, progress: Callable[[int, int, float], None]) -> Done:
+        what = case.attack
+        marks = Path(case.defence) / what.replace(" ", "-")
         marks.mkdir(exist_ok=True)
         tries = len(list(marks.iterdir()))
         (marks / str(tries)).touch()
@@ -62,75 +73,112 @@ def prepare() -> Callable[[Any, Any], dict[str, Any]]:
             sys.exit(0)
         if what == "refuse":
             raise InputError("not like this")
-        return {"what": what, "tries": tries + 1, "pid": os.getpid()}
+        name = f"{tries + 1} {os.getpid()}"
+        times = Times(0.0, 0.0)
+        return Done(Trial(name, "trial", 0, "", what, 0, "realistic", "failed", "", times))
 
     return work
 
 
-def played(cases: list[tuple[str, str]], jobs: int, **options: Any) -> dict[str, Any]:
+def unprepared() -> Callable[[Case, Callable[[int, int, float], None]], Done]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def hooked(**options: Any) -> Hooks:
     hooks: dict[str, Any] = {
         "may_start": lambda case: True,
-        "on_start": lambda case: None,
-        "on_progress": lambda case, done, total, objective: None,
-    } | options
-    workers: Workers[tuple[str, str]] = Workers(prepare, jobs)
+        "ended": lambda case, done: None,
+        "begin": lambda case: None,
+        "progress": lambda case, done, total, objective: None,
+        "shares": lambda case: None,
+    }
+    return Hooks(**hooks | options)
+
+
+def told(done: Done | None) -> tuple[int, int] | None:
+    """At which try a trial was done, and by which process."""
+    return None if done is None else tuple(map(int, done.trial.id.split()))
+
+
+def played(
+    names: list[str], folder: Path, jobs: int, prepare: Any = prepare, **options: Any
+) -> dict[str, tuple[int, int] | None]:
+    engine = Processes(lambda: prepare, jobs)
+    crew = Crew(engine, hooked(**options))
     try:
-        return {case[0]: trial for case, trial in workers.run(cases, **hooks)}
+        return {c.attack: told(d) for c, d in crew.run([case(name, folder) for name in names])}
     finally:
-        workers.close()
+        engine.close()
 
 
 def test_cases_are_shared_out_and_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     """What may not start is skipped; the case of a worker that died is tried once more."""
     names = ["not this", "die once", "work 0", "die always", "work 1", "work 2", "work 3"]
-    told = []
+    steps, begun, ended = [], [], []
     got = played(
-        [(name, str(tmp_path)) for name in names],
+        names,
+        tmp_path,
         2,
-        on_progress=lambda case, *step: told.append(case[0]),
-        may_start=lambda case: case[0] != "not this",
+        progress=lambda case, *step: steps.append(case.attack),
+        may_start=lambda case: case.attack != "not this",
+        begin=lambda case: begun.append(case.attack),
+        ended=lambda case, done: ended.append(case.attack),
     )
     assert set(got) == set(names[1:])
-    assert {got[name]["tries"] for name in names if name.startswith("work")} == {1}
-    assert got["die once"]["tries"] == 2
+    assert {got[name][0] for name in names if name.startswith("work")} == {1}
+    assert got["die once"][0] == 2
     assert got["die always"] is None
     assert len(list((tmp_path / "die-always").iterdir())) == 2
-    assert os.getpid() not in {trial["pid"] for trial in got.values() if trial}
-    assert {"work 0", "work 1"} & set(told)
-    assert "not this" not in told
+    assert os.getpid() not in {one[1] for one in got.values() if one}
+    assert {"work 0", "work 1"} & set(steps)
+    assert "not this" not in steps
+    assert sorted(begun) == sorted(names[1:])  # once each, however often it was tried
+    assert sorted(ended) == sorted(set(names[1:]) - {"die always"})
+
+
+def test_workers_that_die_before_their_first_case_end_the_audit(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="died before their first trial: did the memory run out"):
+        played(["work 0", "work 1"], tmp_path, 2, unprepared)
+
+
+def test_a_worker_that_died_idle_is_replaced(tmp_path: Path) -> None:
+    engine = Processes(lambda: prepare, 1)
+    crew = Crew(engine, hooked())
+    try:
+        ((_, first),) = crew.run([case("work 1", tmp_path)])
+        os.kill(told(first)[1], signal.SIGKILL)
+        ((_, second),) = crew.run([case("work 2", tmp_path)])
+    finally:
+        engine.close()
+    assert told(second)[0] == 1
+    assert told(second)[1] != told(first)[1]
 
 
 def test_an_error_of_the_user_ends_the_audit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not like this"):
-        played([("refuse", str(tmp_path))], 2)
+        played(["refuse"], tmp_path, 2)
 
 
 def test_an_error_that_nobody_expected_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: by hand in a worker"):
-        played([("crash", str(tmp_path))], 2)
+        played(["crash"], tmp_path, 2)
     assert len(list((tmp_path / "crash").iterdir())) == 1
 
 
 def test_code_that_leaves_a_worker_is_an_error_of_the_plan(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"ended the program with sys.exit\(0\)"):
-        played([("leave", str(tmp_path)), ("work", str(tmp_path))], 2)
+        played(["leave", "work"], tmp_path, 2)
 
 
 def test_workers_stay_for_more_cases(tmp_path: Path) -> None:
-    workers: Workers[tuple[str, str]] = Workers(prepare, 2)
-    hooks: dict[str, Any] = {
-        "may_start": lambda case: True,
-        "on_start": lambda case: None,
-        "on_progress": lambda *step: None,
-    }
+    engine = Processes(lambda: prepare, 2)
+    crew = Crew(engine, hooked())
     try:
-        pids = [
-            {trial["pid"] for _, trial in workers.run([(name, str(tmp_path))], **hooks) if trial}
-            for name in ("work 1", "work 2")
-        ]
+        one, two = (list(crew.run([case(name, tmp_path)])) for name in ("work 1", "work 2"))
     finally:
-        workers.close()
-    assert pids[0] == pids[1]
+        engine.close()
+    assert told(one[0][1])[1] == told(two[0][1])[1]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +208,13 @@ def without_times(value: Any) -> Any:
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
+TINY = {
+    "federation": {"data": "digits", "model": {"name": "mlp", "hidden": [8]}},
+    "attack": [{"name": "analytic"}],
+    "audit": {"seeds": [0, 1, 2], "gallery": 20, "exact": False, "explain": False},
+}
+
+
 def test_jobs_do_not_change_the_result(tmp_path: Path) -> None:
     table = {
         "federation": {"data": "digits", "model": {"name": "mlp", "hidden": [8]}},
@@ -170,8 +225,41 @@ def test_jobs_do_not_change_the_result(tmp_path: Path) -> None:
         run(parse(table, "tiny", tmp_path), Store(tmp_path / str(jobs)), jobs=jobs)
         for jobs in (1, 2)
     ]
-    one, two = map(without_times, results)
+    one, two = (without_times(plain(result)) for result in results)
     assert one == two
+    pictures = [
+        {path.relative_to(tmp_path / jobs): path.read_bytes() for path in images}
+        for jobs in "12"
+        if (images := sorted((tmp_path / jobs / "images").rglob("*.png")))
+    ]
+    assert pictures[0] == pictures[1]
+
+
+def test_no_more_processes_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    widths, said = [], []
+    start = Processes.start
+    monkeypatch.setattr(Processes, "start", lambda self: widths.append(self.width) or start(self))
+    plan = parse(TINY, "tiny", tmp_path)
+    run(plan, Store(tmp_path / "out"), jobs=1000, watch=Watch(say=said.append))
+    assert widths == [1]
+    assert said == ["--jobs 1000: this machine has fewer cores; trials at a time: 1"]
+
+
+def test_a_plan_that_was_changed_in_python_is_run_as_it_is(tmp_path: Path) -> None:
+    """It travels by value: a worker does not read its file again."""
+    plan = parse(TINY, "tiny", tmp_path)
+    changed = dataclasses.replace(plan, attacks={"mine": Analytic()}, asked=("mine",))
+    result = run(changed, Store(tmp_path / "out"), jobs=2)
+    assert {trial.attack for trial in result.trials} == {"mine"}
+
+    class Local(Analytic):
+        pass
+
+    local = dataclasses.replace(plan, attacks={"mine": Local()}, asked=("mine",))
+    with pytest.raises(PlanError, match=r"cannot be sent to another process .*Local.*use one job"):
+        run(local, Store(tmp_path / "local"), jobs=2)
+    assert not (tmp_path / "local").exists()
 
 
 def finished(out: Path) -> int:
@@ -205,7 +293,7 @@ def test_five_kills_lose_nothing(tmp_path: Path) -> None:
         process.wait()
     assert not (killed / "result.json").exists()
     whole = [
-        without_times(run(read(plan), Store(out), resume=True))
+        without_times(plain(run(read(plan), Store(out), resume=True)))
         for out in (tmp_path / "never killed", killed)
     ]
     assert whole[0] == whole[1]

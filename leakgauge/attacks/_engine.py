@@ -121,6 +121,7 @@ class Engine:
         self.device, self.dtype = torch.device(device), dtype
         self._model = ready(seen.model, training).to(self.device, dtype)
         self._model.requires_grad_(False)
+        self._setting = replace(seen.setting, model=self._model)
         named = {n: p.detach() for n, p in self._model.named_parameters() if n in seen.update}
         self._names, self._weights = list(named), list(named.values())
         self._size = float(dot(self._weights, self._weights).sqrt())
@@ -155,10 +156,12 @@ class Engine:
     def _try_double(self, seen: Observation) -> None:
         """Refuse a model that cannot be run in float64."""
         values = dict(zip(self._names, self._weights, strict=True)) | self._buffers
-        blank = torch.zeros(len(self._steps[0]), *seen.shape, dtype=self.dtype, device=self.device)
+        blank = torch.zeros(
+            len(self._steps[0]), *seen.record.shape, dtype=self.dtype, device=self.device
+        )
         try:
             with torch.no_grad():
-                logits(self._model, values, blank, self.training)
+                logits(self._setting, values, blank, self.training)
         except RuntimeError as error:
             raise NotApplicable(
                 "gradients are matched or checked in float64, in which this model's forward fails "
@@ -269,8 +272,6 @@ class Engine:
             batch_norm=self.training.batch_norm,
             dropout=self.training.dropout,
             dropout_seed=self.training.dropout_seed,
-            mean=self.training.mean,
-            std=self.training.std,
         )
         errors = None if self._errors is None else self._errors[chosen]
 
@@ -317,8 +318,8 @@ class Engine:
     ) -> Tensor:
         values = dict(zip(self._names, weights, strict=True)) | self._buffers
         if self._errors is not None:
-            return (self._errors * logits(self._model, values, inputs, self.training, step)).sum()
-        return loss(self._model, values, inputs, labels, self.training, step)
+            return (self._errors * logits(self._setting, values, inputs, self.training, step)).sum()
+        return loss(self._setting, values, inputs, labels, self.training, step)
 
     def _decayed(self, gradient: Sequence[Tensor]) -> list[Tensor]:
         if not self.training.weight_decay:

@@ -48,9 +48,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import last_linear, shared
+from leakgauge.attacks._layers import gradient_sum, last_linear, shared
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised, ready
+from leakgauge.fl.local import minibatches, ready
+from leakgauge.papers import FAN2025, Paper
+from leakgauge.records import floats
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
 LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
@@ -109,7 +111,7 @@ def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
     if seen.training is None or seen.records is None:
         raise Withheld("label inference needs 'training' and 'records' in the observation")
     counts = RULES[rule](_head(seen, seen.training, seen.records))
-    _skip_stand_ins(seen.shape, rng)
+    _skip_stand_ins(seen.record.shape, rng)
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -205,6 +207,43 @@ RULES: dict[str, Callable[[Head], Tensor]] = {
     "yin": yin,
     "fedleak": fedleak,
     "counts": counts,
+}
+
+ZHAO2020 = Paper(
+    "zhao2020",
+    "Zhao, Bo and Mopuri, Konda Reddy and Bilen, Hakan",
+    "{iDLG}: Improved Deep Leakage from Gradients",
+    2020,
+    "arXiv:2001.02610",
+    "https://arxiv.org/abs/2001.02610",
+    kind="misc",
+)
+
+YIN2021 = Paper(
+    "yin2021",
+    "Yin, Hongxu and Mallya, Arun and Vahdat, Arash and Alvarez, Jose M. and Kautz, Jan and "
+    "Molchanov, Pavlo",
+    "See Through Gradients: Image Batch Recovery via {GradInversion}",
+    2021,
+    "IEEE/CVF Conference on Computer Vision and Pattern Recognition",
+    "https://doi.org/10.1109/CVPR46437.2021.01607",
+    fields=(("pages", "16332--16341"),),
+)
+
+MA2023 = Paper(
+    "ma2023",
+    "Ma, Kailang and Sun, Yu and Cui, Jian and Li, Dawei and Guan, Zhenyu and Liu, Jianwei",
+    "Instance-wise Batch Label Restoration via Gradients in Federated Learning",
+    2023,
+    "International Conference on Learning Representations",
+    "https://openreview.net/forum?id=FIrQfNSOoTr",
+)
+
+PAPERS: dict[str, tuple[Paper, ...]] = {
+    "idlg": (ZHAO2020,),
+    "yin": (YIN2021,),
+    "fedleak": (FAN2025,),
+    "counts": (MA2023,),
 }
 
 
@@ -361,21 +400,19 @@ def _rounded(raw: Tensor, total: int) -> Tensor:
 
 
 def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
-    layer = last_linear(seen.model, seen.shape)
+    layer = last_linear(seen.model, floats(seen.record).shape)
     batches = minibatches(records, training)
     places, pulls = _path(training, len(batches))
     unit = 1 / (training.lr * float(pulls.sum()))
     before = {n: p.detach() for n, p in seen.model.named_parameters() if n in seen.update}
-    # What is left of the update without weight decay is a sum of gradients.
-    shrunk = decay(training, len(batches)) if training.optimiser == "sgd" else 0.0
 
     def gradient(name: str) -> Tensor:
-        return (seen.update[name] - shrunk * before[name].float()).double() * unit
+        return gradient_sum(seen, name, torch.float32).double() * unit
 
     def passed() -> StandIns:
         some = torch.linspace(0, len(batches) - 1, min(len(batches), WAYPOINTS)).round().long()
         own = torch.Generator().manual_seed(STAND_IN_SEED)
-        images = normalised(smooth_noise((STAND_INS, *seen.shape), own), training)
+        images = seen.record.entering(smooth_noise((STAND_INS, *seen.record.shape), own))
         model = ready(seen.model, training).float()
         floats = {n: p.float() for n, p in before.items()}
         importance = pulls[some] / pulls[some].sum()
@@ -418,7 +455,7 @@ def _remembered(key: bytes, passed: Callable[[], StandIns]) -> StandIns:
 def _digest(seen: Observation, training: LocalTraining, records: int) -> bytes:
     """Of all that the stand-ins' features and slopes follow from. The model's code is not in it,
     but another code would hardly have led to the same update from the same weights."""
-    known = hashlib.blake2b(repr((seen.model, training, records, seen.shape)).encode())
+    known = hashlib.blake2b(repr((seen.setting, training, records)).encode())
     held = (*seen.model.named_parameters(), *seen.model.named_buffers(), *seen.update.items())
     for name, tensor in held:
         known.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -506,7 +543,7 @@ def _path(training: LocalTraining, steps: int) -> tuple[Tensor, Tensor]:
     return places, velocity.flip(0)
 
 
-def _skip_stand_ins(shape: tuple[int, int, int], rng: torch.Generator) -> None:
+def _skip_stand_ins(shape: tuple[int, ...], rng: torch.Generator) -> None:
     """Moves the generator on by what stand-ins take. They were drawn from it once: what an attack
     draws after them, and with it every result that was published, stays as it is."""
     torch.randn((STAND_INS, *shape), generator=rng)

@@ -1,4 +1,5 @@
-"""Find the layers an attack reads from, by watching a model run: names never matter."""
+"""Find the layers an attack reads from, by watching a model run: names never matter. Read what
+their gradients added to an update."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from leakgauge.errors import NotApplicable
+from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.fl.local import decay, minibatches
+from leakgauge.types import Observation
 
 REMEDY = 'Otherwise add "labels" to threat.grants and set labels = "known" on the attack'
 
@@ -37,7 +40,7 @@ def shared(model: nn.Module) -> frozenset[str]:
 
 
 def _watch(
-    model: nn.Module, shape: tuple[int, int, int]
+    model: nn.Module, shape: tuple[int, ...]
 ) -> tuple[list[tuple[str, nn.Linear, Tensor, Tensor]], Tensor, Tensor]:
     """Every run of a linear layer (name, module, input, output), the probe, the model's output."""
     model = copy.deepcopy(model).eval()
@@ -64,7 +67,7 @@ def _named(model: nn.Module, name: str) -> Linear:
     return Linear(sent.get(id(module.weight)), sent.get(id(module.bias)), name)
 
 
-def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
+def last_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """The linear layer whose output is the model's output, with those of its parameters whose
     gradient is this layer's alone."""
     runs, _, output = _watch(model, shape)
@@ -85,7 +88,7 @@ def last_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
     )
 
 
-def first_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
+def first_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """A linear layer with bias that is fed the image itself, pixel by pixel."""
     runs, probe, _ = _watch(model, shape)
     for name, _, entered, _ in runs:
@@ -96,3 +99,16 @@ def first_linear(model: nn.Module, shape: tuple[int, int, int]) -> Linear:
         "the analytic attack reads the input of a linear layer with bias that is fed the image "
         "itself; this model has none (its first layer is a convolution, lacks a bias or is frozen)"
     )
+
+
+def gradient_sum(seen: Observation, name: str, least: torch.dtype = torch.float64) -> Tensor:
+    """The sum of the gradients behind the update of one parameter, up to a factor, computed in
+    `least` or better: what weight decay of SGD took away is known, and momentum only weighs. An
+    update by another optimiser is rescaled entry by entry: it is left as it is."""
+    if seen.training is None or seen.records is None:
+        raise Withheld("sums of gradients need 'training' and 'records' in the observation")
+    steps = len(minibatches(seen.records, seen.training))
+    shrunk = decay(seen.training, steps) if seen.training.optimiser == "sgd" else 0.0
+    dtype = torch.promote_types(seen.update[name].dtype, least)
+    weight = seen.model.get_parameter(name).detach()
+    return seen.update[name].to(dtype) - shrunk * weight.to(dtype)

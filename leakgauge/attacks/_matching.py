@@ -12,18 +12,27 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from leakgauge.attacks._engine import Engine, Mode, Trust
+from leakgauge.attacks._labels import LabelRule, knowledge
 from leakgauge.attacks._objectives import Distance
-from leakgauge.attacks._spaces import Pixels, Space, Start
+from leakgauge.attacks._spaces import SPACES, Pixels, Space, SpaceName, Start
 from leakgauge.errors import InputError, Withheld
 from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
-from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources, Stopped
+from leakgauge.records import pictures
+from leakgauge.types import (
+    Knowledge,
+    LocalTraining,
+    Observation,
+    Reconstruction,
+    Resources,
+    Stopped,
+)
 
 Schedule: TypeAlias = Callable[[float], float]
 """A factor as a function of the share of the run that is done, in [0, 1)."""
@@ -101,6 +110,32 @@ class Lbfgs:
 Optimiser: TypeAlias = Adam | Lbfgs
 
 OPTIMISERS: dict[str, type[Adam] | type[Lbfgs]] = {"adam": Adam, "lbfgs": Lbfgs}
+
+
+@dataclass(frozen=True)
+class Search:
+    """How long candidates are moved, from what start, in which space and by which derivative: the
+    options of every attack that matches gradients. `space=None` leaves it to the attack."""
+
+    iterations: int = 500
+    restarts: int = 1
+    start: Start = "normal"
+    space: SpaceName | None = "pixels"
+    derivative: Mode = "auto"
+
+    def shortened(self, iterations: int, restarts: int) -> Self:
+        return replace(self, iterations=iterations, restarts=restarts)
+
+
+@dataclass(frozen=True)
+class LabelledSearch(Search):
+    """A search for images alone: a label rule reads the labels first, or takes granted ones."""
+
+    labels: LabelRule = "counts"
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return knowledge(self.labels)
 
 
 class _OutOfTime(Exception):
@@ -215,17 +250,14 @@ class _Problem:
 def match(
     seen: Observation,
     distance: Distance | Phases,
+    search: Search,
     *,
     labels: Tensor | None,
     optimiser: Optimiser,
-    iterations: int,
     rng: torch.Generator,
-    start: Start = "normal",
     space: Space | None = None,
     priors: tuple[Prior, ...] = (),
-    restarts: int = 1,
     box: Literal["clamp", "none"] = "clamp",
-    derivative: Mode = "auto",
     dtype: torch.dtype = torch.float32,
     resources: Resources | None = None,
     begin: Tensor | None = None,
@@ -235,12 +267,14 @@ def match(
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
 
-    `labels=None` searches the labels too, as softmax of free logits. `begin` are images to start
-    from instead of `start`. `errors` are ∂L/∂logits of the candidates, see `Engine`. An attack of
-    several searches on one update gives them all the same `trust`: the derivative is checked once.
+    `labels=None` searches the labels too, as softmax of free logits. `space` is one of your own, in
+    place of that of the search; `begin` are images to start from, in place of its start. `errors`
+    are ∂L/∂logits of the candidates, see `Engine`. An attack of several searches on one update
+    gives them all the same `trust`: the derivative is checked once.
     """
     if seen.training is None or seen.records is None:
         raise Withheld("gradient matching needs 'training' and 'records' in the observation")
+    iterations, restarts = search.iterations, search.restarts
     if iterations < 1 or restarts < 1:
         raise InputError(
             f"gradient matching needs iterations and restarts of at least 1, got {iterations} "
@@ -249,8 +283,8 @@ def match(
     if patience is not None and patience < 1:
         raise InputError(f"patience must be at least 1 iteration, got {patience}")
     resources = resources or Resources()
-    space = space or Pixels()
-    shape = (seen.records, *seen.shape)
+    space = space or SPACES[search.space or "pixels"]()
+    shape = (seen.records, *pictures(seen.record).shape)
     if begin is not None:
         _check_begin(begin, shape, space)
     engine = Engine(
@@ -259,7 +293,7 @@ def match(
         seen.records,
         device=resources.device,
         dtype=resources.dtype or dtype,
-        mode=derivative,
+        mode=search.derivative,
         errors=errors,
         trust=trust,
     )
@@ -278,16 +312,16 @@ def match(
     notes: list[str] = []
     ends: set[Stopped] = set()
     for _ in range(restarts):
-        free = space.draw(shape, start, rng) if begin is None else [begin.clone()]
+        free = space.draw(shape, search.start, rng) if begin is None else [begin.clone()]
         if labels is None:
-            free.append(torch.randn(seen.records, seen.classes, generator=rng))
+            free.append(torch.randn(seen.records, seen.task.count, generator=rng))
         problem = _Problem(
             engine=engine,
             distance=distance,
             labels=labels.to(engine.device) if labels is not None else None,
             priors=priors,
             space=space,
-            size=seen.shape[1:],
+            size=pictures(seen.record).shape[1:],
             free=[f.to(engine.device, engine.dtype) for f in free],
             total=iterations,
             patience=patience,

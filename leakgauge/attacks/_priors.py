@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leakgauge.fl.local import ready
 from leakgauge.fl.statistics import batch_statistics
-from leakgauge.types import LocalTraining, Statistics
+from leakgauge.types import LocalTraining, Setting, Statistics
 
 
 def total_variation(x: Tensor) -> Tensor:
@@ -18,15 +19,16 @@ def total_variation(x: Tensor) -> Tensor:
 
 
 def batch_norm(
-    model: nn.Module, training: LocalTraining, expected: Statistics
+    setting: Setting, training: LocalTraining, expected: Statistics
 ) -> Callable[[Tensor], Tensor]:
     """How far the images' statistics at the batch-norm layers are from those expected there, the
     mean over the layers of ‖Δμ‖²/Σσ² + ‖Δσ²‖²/‖σ²‖²: relative, so that no layer outshouts others.
     """
-    model = ready(model, training).requires_grad_(False)
+    live = replace(setting, model=ready(setting.model, training).requires_grad_(False))
 
     def penalty(x: Tensor) -> Tensor:
-        found = batch_statistics(model.to(x), x, training)
+        live.model.to(x)
+        found = batch_statistics(live, x, training)
         parts = []
         for name, pair in expected.items():
             mean, variance = (value.to(x) for value in pair)

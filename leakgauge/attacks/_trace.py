@@ -56,7 +56,7 @@ RELUS = (torch.relu, torch.relu_, F.relu, F.relu_)
 class Trace:
     """The graph of a model in eval mode. Values are double; the model itself is left alone."""
 
-    def __init__(self, model: nn.Module, shape: tuple[int, int, int]):
+    def __init__(self, model: nn.Module, shape: tuple[int, ...]):
         try:
             copied = copy.deepcopy(model).eval()
             traced = fx.symbolic_trace(copied)

@@ -19,42 +19,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, constant, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import Distance, cosine, matrices, ramp
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, option
+from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "xu2022",
+    "Xu, Jin and Hong, Chi and Huang, Jiyue and Chen, Lydia Y. and Decouchant, Jérémie",
+    "{AGIC}: Approximate Gradient Inversion Attack on Federated Learning",
+    2022,
+    "41st International Symposium on Reliable Distributed Systems",
+    "https://arxiv.org/abs/2204.13784",
+    fields=(("pages", "12--22"),),
+)
 
 
 @dataclass(frozen=True)
-class AGIC:
+class AGIC(LabelledSearch):
     """Treats several local steps as one gradient (Xu 2022)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
-    last: float = 10.0
+    last: float = option(10.0, POSITIVE)
     tv: float = 1e-4
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if self.last < 1:
             raise ValueError(f"last must be at least 1: weights grow with depth, got {self.last}")
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -63,14 +65,10 @@ class AGIC:
         found = match(
             once,
             by_layer(self.last),
+            self,
             labels=infer(seen, self.labels, rng),
             priors=((total_variation, constant(self.tv)),),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

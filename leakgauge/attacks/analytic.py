@@ -24,17 +24,31 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._layers import first_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, unnormalised
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, option
+from leakgauge.records import Images, floats
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "phong2018",
+    "Phong, Le Trieu and Aono, Yoshinori and Hayashi, Takuya and Wang, Lihua and Moriai, Shiho",
+    "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption",
+    2018,
+    "IEEE Transactions on Information Forensics and Security",
+    "https://doi.org/10.1109/TIFS.2017.2787987",
+    kind="article",
+    fields=(("volume", "13"), ("number", "5"), ("pages", "1333--1345")),
+)
 
 
 @dataclass(frozen=True)
 class Analytic:
     """Reads single records off a linear layer (Phong 2018)."""
 
-    tolerance: float = 1e-3  # relative distance below which two rows show the same record
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    tolerance: float = option(1e-3, POSITIVE)  # relative distance of two rows of one record
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
     def reconstruct(
@@ -47,14 +61,10 @@ class Analytic:
                 "the analytic attack divides sums of gradients, and an update by "
                 f"{seen.training.optimiser!r} is rescaled entry by entry"
             )
-        layer = first_linear(seen.model, seen.shape)
+        layer = first_linear(seen.model, floats(seen.record).shape)
         assert layer.weight is not None
         assert layer.bias is not None
-        shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
-        weight, bias = (
-            seen.update[name].double() - shrunk * seen.model.get_parameter(name).detach().double()
-            for name in (layer.weight, layer.bias)
-        )
+        weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
         rows = bias.abs() > 1e-6 * bias.abs().max()
         if not rows.any():
             raise NotApplicable(
@@ -64,9 +74,11 @@ class Analytic:
         ratios = weight[rows] / bias[rows, None]  # (rows, pixels)
         order = bias[rows].abs().argsort(descending=True)
         found = grouped(ratios[order], self.tolerance)[: seen.records]
-        images = unnormalised(found.view(-1, *seen.shape), seen.training)
+        inputs = seen.record.leaving(found.view(-1, *seen.record.shape))
+        if isinstance(seen.record, Images):
+            inputs = inputs.clamp(0, 1)
         return Reconstruction(
-            inputs=images.clamp(0, 1).float(),
+            inputs=inputs.float(),
             labels=None,
             residual=unexplained(weight, found),
             facts={"rows": int(rows.sum())},

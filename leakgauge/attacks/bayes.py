@@ -27,47 +27,48 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, constant, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import Distance, cosine, squared
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
 from leakgauge.fl.local import minibatches
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, option
+from leakgauge.types import Observation, Reconstruction, Resources
 
 Noise: TypeAlias = Literal["gaussian", "laplace", "none"]
 
 
+PAPER = Paper(
+    "balunovic2022",
+    "Balunović, Mislav and Dimitrov, Dimitar I. and Staab, Robin and Vechev, Martin",
+    "{Bayesian} Framework for Gradient Leakage",
+    2022,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2111.04706",
+)
+
+
 @dataclass(frozen=True)
-class BayesAttack:
+class BayesAttack(LabelledSearch):
     """Matches gradients behind known noise (Balunović 2022)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     noise: Noise = "none"
-    sigma: float = 0.01
+    sigma: float = option(0.01, POSITIVE)
     pruned: bool = False
     tv: float | None = None
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma < math.inf:
             raise ValueError(f"sigma must be positive and finite, got {self.sigma}")
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -79,18 +80,16 @@ class BayesAttack:
         distance = surprise(self.noise, self.sigma / unit)
         tv = self.tv
         if tv is None:
-            tv = 1e-4 if self.noise == "none" else float(seen.records * math.prod(seen.shape))
+            tv = (
+                1e-4 if self.noise == "none" else float(seen.records * math.prod(seen.record.shape))
+            )
         return match(
             seen,
             where_sent(distance) if self.pruned else distance,
+            self,
             labels=infer(seen, self.labels, rng),
             priors=((total_variation, constant(tv)),),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

@@ -25,46 +25,66 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode, Trust
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Phases, constant, first_of, match, shared, steps
+from leakgauge.attacks._engine import Trust
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import (
+    Adam,
+    LabelledSearch,
+    Phases,
+    Search,
+    constant,
+    first_of,
+    match,
+    shared,
+    steps,
+)
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import Distance, cosine, dot
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.ranges import FROM_0, POSITIVE, SHARE, option
+from leakgauge.records import pictures
+from leakgauge.types import Observation, Reconstruction, Resources
 
 BETA = 4
 LATE = 0.6  # share of the coarse stage after which λ₁ is on
 
 
-@dataclass(frozen=True)
-class CoarseToFine:
-    """Finds the direction first, then the detail (Zhu 2025)."""
+PAPER = Paper(
+    "zhu2025",
+    "Zhu, Kaiming and Yang, Jinsheng and Guo, Siyang and Qin, Huaqian and Wang, Taiyu and Wang, "
+    "Junbo and Nan, Yuhong and Zheng, Zibin",
+    "Cracking Federated Privacy: Initialization-Resilient Gradient Inversion with Fine-Grained "
+    "Reconstruction",
+    2025,
+    "Sun Yat-sen University; code on Zenodo",
+    "https://doi.org/10.5281/zenodo.17979356",
+    kind="misc",
+)
 
+
+@dataclass(frozen=True)
+class CoarseToFine(LabelledSearch):
+    """Finds the direction first, then the detail (Zhu 2025).
+
+    `space` and `restarts` are of the coarse stage: the fine stage moves its pixels on."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     iterations: int = 600
-    coarse: float = 0.5  # share of the iterations
+    coarse: float = option(0.5, SHARE)  # share of the iterations
     lr: float = 0.1
-    fine_lr: float = 0.01
-    support: float = 0.05  # λ₁
+    fine_lr: float = option(0.01, POSITIVE)
+    support: float = option(0.05, FROM_0)  # λ₁
     tv: float | None = None  # λ_TV; None: Eq. 3
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"  # of the coarse stage: the fine stage moves pixels
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.coarse <= 1:
             raise ValueError(f"coarse must be a share in (0, 1], got {self.coarse}")
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -74,21 +94,18 @@ class CoarseToFine:
         coarse = min(max(1, round(self.coarse * self.iterations)), self.iterations)
         fine = self.iterations - coarse
         labels = infer(seen, self.labels, rng)
-        weight = tv_weight(max(seen.shape[1:])) if self.tv is None else self.tv
-        priors = ((total_variation(seen.training.std), constant(weight)),)
+        record = pictures(seen.record)
+        weight = tv_weight(max(record.shape[1:])) if self.tv is None else self.tv
+        priors = ((total_variation(record.std), constant(weight)),)
         share = shared(resources, coarse * self.restarts + fine)
         late, trust = support(self.support), Trust()
         first = match(
             seen,
             Phases(lambda done: cosine if done < LATE else late),  # Eq. 1
+            replace(self, iterations=coarse),
             labels=labels,
             priors=priors,
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=coarse,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             trust=trust,
             rng=rng,
             resources=share(0),
@@ -99,12 +116,11 @@ class CoarseToFine:
         second = match(
             seen,
             reweighted,  # Eq. 2
+            Search(fine, derivative=self.derivative),  # moves pixels
             labels=labels,
             priors=priors,
             optimiser=Adam(self.fine_lr, cosine_decay(1 / 3)),
-            iterations=fine,
             begin=first.inputs,
-            derivative=self.derivative,
             trust=trust,
             rng=rng,
             resources=rest,

@@ -14,28 +14,34 @@ search, an iteration is one evaluation of the objective, and the best iterate is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._matching import OPTIMISERS, match
+from leakgauge.attacks._matching import OPTIMISERS, Search, match
 from leakgauge.attacks._objectives import squared
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
+from leakgauge.papers import Paper
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "zhu2019",
+    "Zhu, Ligeng and Liu, Zhijian and Han, Song",
+    "Deep Leakage from Gradients",
+    2019,
+    "Advances in Neural Information Processing Systems",
+    "https://arxiv.org/abs/1906.08935",
+    fields=(("volume", "32"),),
+)
 
 
 @dataclass(frozen=True)
-class DLG:
+class DLG(Search):
     """Matches gradients, guessing labels too (Zhu 2019)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     iterations: int = 300
     lr: float = 1.0
-    restarts: int = 1
     optimiser: Literal["lbfgs", "adam"] = "lbfgs"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
 
     @property
     def needs(self) -> frozenset[Knowledge]:
@@ -47,14 +53,10 @@ class DLG:
         return match(
             seen,
             squared,  # Eq. 4
+            self,
             labels=None,
             optimiser=OPTIMISERS[self.optimiser](lr=self.lr),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
             box="none",
-            derivative=self.derivative,
             dtype=torch.float64,
             rng=rng,
             resources=resources,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,11 +28,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks._peeling import FOUND, Peeled, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, loss, minibatches, ready, unnormalised
+from leakgauge.fl.local import loss, minibatches, ready
+from leakgauge.papers import Paper
+from leakgauge.ranges import count, option
+from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
@@ -43,12 +47,32 @@ from leakgauge.types import (
     Resources,
 )
 
+ZHU2021 = Paper(
+    "zhu2021",
+    "Zhu, Junyi and Blaschko, Matthew B.",
+    "{R-GAP}: Recursive Gradient Attack on Privacy",
+    2021,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2010.07733",
+)
+
+DIMITROV2024 = Paper(
+    "dimitrov2024",
+    "Dimitrov, Dimitar I. and Baader, Maximilian and Müller, Mark Niklas and Vechev, Martin",
+    "{SPEAR}: Exact Gradient Inversion of Batches in Federated Learning",
+    2024,
+    "Advances in Neural Information Processing Systems",
+    "https://arxiv.org/abs/2403.03945",
+    fields=(("volume", "37"),),
+)
+
 
 @dataclass(frozen=True)
 class ExactRecursion:
     """Solves for images layer by layer, no search (our own)."""
 
-    evaluations: int = 400  # of the finish, an image
+    papers: ClassVar[tuple[Paper, ...]] = (ZHU2021, DIMITROV2024)
+    evaluations: int = option(400, count(10_000_000))  # of the finish, an image
     restarts: int = 2  # of the finish, while an image does not meet its activations
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
@@ -66,13 +90,13 @@ class ExactRecursion:
         gradient = gradient_of(seen)
         assert seen.training is not None
         assert seen.records is not None
-        trace = Trace(seen.model, seen.shape)
+        trace = Trace(seen.model, seen.record.shape)
         begun = separate(trace, gradient, seen.records, rng)
         watch = Watched(resources, total=trace.depth(begun.source) + seen.records)
         watch(begun.misfit)
         done = peel(trace, gradient, begun, watch)
         images, misfits = self._finish(trace, done, seen.records, rng, watch)
-        inputs = unnormalised(images, seen.training).clamp(0, 1)
+        inputs = seen.record.leaving(images).clamp(0, 1)
         met = sum(misfit < FOUND for misfit in misfits)
         notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
         if met < seen.records:
@@ -147,7 +171,7 @@ def separable(seen: Observation, rng: torch.Generator) -> Separated:
     in this way."""
     gradient = gradient_of(seen)
     assert seen.records is not None
-    return separate(Trace(seen.model, seen.shape), gradient, seen.records, rng)
+    return separate(Trace(seen.model, seen.record.shape), gradient, seen.records, rng)
 
 
 def gradient_of(seen: Observation) -> Named:
@@ -155,13 +179,9 @@ def gradient_of(seen: Observation) -> Named:
     training, records = seen.training, seen.records
     if training is None or records is None:
         raise Withheld("the exact recursion needs 'training' and 'records' in the observation")
+    pictures(seen.record)
     _check(seen.model, training, records)
-    shrunk = decay(training, 1)
-    return {
-        name: (value.double().cpu() - shrunk * seen.model.get_parameter(name).detach().double())
-        / training.lr
-        for name, value in seen.update.items()
-    }
+    return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
 
 
 def _check(model: nn.Module, training: LocalTraining, records: int) -> None:
@@ -188,11 +208,11 @@ def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
 def _distance(seen: Observation, gradient: Named, inputs: Tensor, labels: Tensor) -> float:
     """‖g' − g‖/‖g‖ for these images."""
     assert seen.training is not None
-    model = ready(seen.model, seen.training).double()
-    values = {name: p.detach().requires_grad_() for name, p in parameters(model).items()}
+    live = replace(seen.setting, model=ready(seen.model, seen.training).double())
+    values = {name: p.detach().requires_grad_() for name, p in parameters(live.model).items()}
     with torch.enable_grad():
         found = torch.autograd.grad(
-            loss(model, values, inputs, labels, seen.training),
+            loss(live, values, inputs, labels, seen.training),
             list(values.values()),
             materialize_grads=True,  # a parameter the loss does not use stays
         )

@@ -30,44 +30,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Prior, constant, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches
-from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.ranges import FROM_0, option
+from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources
 
 KERNELS = 96
 
 
+PAPER = Paper(
+    "dimitrov2022",
+    "Dimitrov, Dimitar I. and Balunović, Mislav and Konstantinov, Nikola and Vechev, Martin",
+    "Data Leakage in Federated Averaging",
+    2022,
+    "Transactions on Machine Learning Research",
+    "https://openreview.net/forum?id=e7A0B99zJf",
+    kind="article",
+)
+
+
 @dataclass(frozen=True)
-class FedAvgEpochs:
+class FedAvgEpochs(LabelledSearch):
     """Matches whole epochs of local training (Dimitrov 2022)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     tv: float = 1e-4  # α
-    prior: float = 0.005  # λ
+    prior: float = option(0.005, FROM_0)  # λ
     epochs: Literal["auto", "separate", "shared"] = "auto"
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -82,24 +84,20 @@ class FedAvgEpochs:
         epochs = whole_epochs(records, training) if apart[self.epochs] else 1
         priors: list[Prior] = [(total_variation, constant(self.tv))]
         if epochs > 1:
-            priors.append((agreement(epochs, seen.shape[0], rng), constant(self.prior)))
+            priors.append((agreement(epochs, seen.record.shape[0], rng), constant(self.prior)))
             # One epoch over E·N candidates: the steps are the client's, each with its own images.
             seen = replace(seen, records=epochs * records, training=replace(training, epochs=1))
         guess = match(
             seen,
             cosine,
+            self,
             labels=labels.repeat(epochs),
             priors=tuple(priors),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )
-        sets = guess.inputs.view(epochs, records, *seen.shape)
+        sets = guess.inputs.view(epochs, records, *seen.record.shape)
         return replace(
             guess,
             inputs=aligned(sets, labels).mean(0),

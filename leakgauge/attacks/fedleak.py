@@ -33,23 +33,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Blend, Prior, Schedule, constant, cosine, match
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import (
+    Adam,
+    Blend,
+    LabelledSearch,
+    Prior,
+    Schedule,
+    constant,
+    cosine,
+    match,
+)
 from leakgauge.attacks._objectives import Distance, dot
 from leakgauge.attacks._objectives import cosine as cosine_distance
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
-from leakgauge.fl.local import normalised, ready
-from leakgauge.types import Knowledge, LocalTraining, Observation, Reconstruction, Resources
+from leakgauge.fl.local import ready
+from leakgauge.papers import FAN2025, Paper
+from leakgauge.ranges import FROM_0, SHARE, count, option
+from leakgauge.types import LocalTraining, Observation, Reconstruction, Resources, Setting
 
 MaskBy: TypeAlias = Literal["guess", "observed"]
 
@@ -79,24 +89,21 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class FedLeak:
+class FedLeak(LabelledSearch):
     """Matches only the large gradient entries (Fan 2025)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (FAN2025,)
     variant: Literal["short", "printed", "released"] = "short"
-    share: float = 0.5  # R
+    share: float = option(0.5, SHARE)  # R
     mask_by: MaskBy = "guess"
     tv: float = 1e-5  # α
-    reach: float = 0.1  # k
+    reach: float = option(0.1, FROM_0)  # k
     space: SpaceName | None = None
     lr: float | None = None
-    blend: float | None = None  # λ'; 0: no look-ahead
-    activation: float | None = None  # β
-    median: int | None = None  # side of the filter; 1: none
-    restarts: int = 1
-    labels: LabelRule = "counts"
+    blend: float | None = option(None, SHARE)  # λ'; 0: no look-ahead
+    activation: float | None = option(None, FROM_0)  # β
+    median: int | None = option(None, count(999))  # side of the filter; 1: none
     start: Start = "uniform"
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -105,10 +112,6 @@ class FedLeak:
             raise ValueError(f"blend must lie in [0, 1], got {self.blend}")
         if self.median is not None and (self.median < 1 or self.median % 2 == 0):
             raise ValueError(f"median must be odd and at least 1, got {self.median}")
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def settled(self) -> Variant:
         """The variant with the options that were set in place of its own."""
@@ -126,11 +129,12 @@ class FedLeak:
         resources = resources or Resources()
         priors: list[Prior] = [(total_variation, constant(self.tv))]
         if how.activation:
-            penalty = activations(seen.model, seen.training, resources)
+            penalty = activations(seen.setting, seen.training, resources)
             priors.append((penalty, constant(how.activation)))
         guess = match(
             seen,
             (by_tensor if how.by_tensor else whole)(self.share, self.mask_by),
+            self,
             labels=infer(seen, self.labels, rng),
             priors=tuple(priors),
             optimiser=Adam(
@@ -139,11 +143,7 @@ class FedLeak:
                 signed=how.signed,
                 blend=Blend(how.blend, self.reach, how.ahead) if how.blend else None,  # Eq. 14
             ),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
             space=SPACES[how.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )
@@ -208,11 +208,11 @@ def by_tensor(share: float, mask_by: MaskBy = "guess") -> Distance:
 
 
 def activations(
-    model: nn.Module, training: LocalTraining, resources: Resources
+    setting: Setting, training: LocalTraining, resources: Resources
 ) -> Callable[[Tensor], Tensor]:
     """Σ_l ‖F⁽ˡ⁾(x)‖₁ of one record, over the outputs of all modules without children but the last:
     the logits are not intermediate."""
-    copied = ready(model, replace(training, dropout="off")).requires_grad_(False)
+    copied = ready(setting.model, replace(training, dropout="off")).requires_grad_(False)
     copied = copied.to(resources.device, resources.dtype or torch.float32)
     sums: list[Tensor] = []
 
@@ -226,7 +226,7 @@ def activations(
 
     def penalty(x: Tensor) -> Tensor:
         sums.clear()
-        copied(normalised(x, training))
+        copied(setting.record.entering(x))
         return sum(sums[:-1], start=x.new_zeros(())) / len(x)
 
     return penalty

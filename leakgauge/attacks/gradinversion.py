@@ -25,55 +25,52 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode, Trust
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Prior, constant, first_of, match
+from leakgauge.attacks._engine import Trust
+from leakgauge.attacks._labels import YIN2021, infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, first_of, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
 from leakgauge.attacks._objectives import dot, squared
 from leakgauge.attacks._priors import batch_norm, total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
 from leakgauge.errors import Withheld
 from leakgauge.fl.statistics import running_statistics
+from leakgauge.papers import Paper
+from leakgauge.ranges import FROM_0, count, option
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 ROUNDS = 4  # the paper switches the consensus on after a quarter of the iterations
 
 
 @dataclass(frozen=True)
-class GradInversion:
+class GradInversion(LabelledSearch):
     """Matches gradients with several image priors (Yin 2021)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (YIN2021,)
     lr: float = 0.1
     tv: float = 1e-3
-    l2: float = 1e-6
-    bn: float = 0.1
-    group: float = 0.01
-    seeds: int = 1
-    noise: float = 0.01
+    l2: float = option(1e-6, FROM_0)
+    bn: float = option(0.1, FROM_0)
+    group: float = option(0.01, FROM_0)
+    seeds: int = option(1, count(1_000))
+    noise: float = option(0.01, FROM_0)
     statistics: Literal["none", "running", "granted"] = "none"
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
-        if self.seeds > 1 and self.space != "pixels":
+        if self.seeds > 1 and (self.space != "pixels" or self.restarts > 1):
             raise ValueError(
-                f"seeds agree on images: {self.seeds} of them need space = 'pixels', got "
-                f"{self.space!r}"
+                f"seeds agree on images: {self.seeds} of them need space = 'pixels' and restarts "
+                f"= 1, got {self.space!r} and {self.restarts}"
             )
 
     @property
     def needs(self) -> frozenset[Knowledge]:
-        needed = knowledge(self.labels)
+        needed = super().needs
         return needed | {"statistics"} if self.statistics == "granted" else needed
 
     def reconstruct(
@@ -101,14 +98,11 @@ class GradInversion:
             return match(
                 seen,
                 relative,
+                replace(self, iterations=last - first),
                 labels=labels,
                 priors=(*priors, *group),
                 optimiser=Adam(self.lr, rate, noise=self.noise),
-                iterations=last - first,
-                start=self.start,
                 begin=stretch.begin,
-                space=SPACES[self.space](),
-                derivative=self.derivative,
                 trust=trust,
                 rng=rng,
                 resources=resources,
@@ -133,7 +127,7 @@ class GradInversion:
             raise Withheld("gradient matching needs 'training' and 'records' in the observation")
         if not expected:
             return (), ("no batch-norm prior: the model has no batch-norm layer to compare",)
-        return ((batch_norm(seen.model, seen.training, expected), constant(self.bn)),), ()
+        return ((batch_norm(seen.setting, seen.training, expected), constant(self.bn)),), ()
 
 
 @dataclass(frozen=True)

@@ -19,34 +19,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, Phases, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, Phases, match, steps
 from leakgauge.attacks._objectives import Distance, cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.ranges import SHARE, count, option
+from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "ye2024",
+    "Ye, Zipeng and Luo, Wenjian and Zhou, Qi and Tang, Yubo",
+    "High-Fidelity Gradient Inversion in Distributed Learning",
+    2024,
+    "38th AAAI Conference on Artificial Intelligence",
+    "https://doi.org/10.1609/aaai.v38i18.29975",
+    fields=(("pages", "19983--19991"),),
+)
 
 
 @dataclass(frozen=True)
-class HFGradInv:
+class HFGradInv(LabelledSearch):
     """Matches late layers first, then all of them (Ye 2024)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
-    stages: int = 4
-    growth: float = 0.25
-    keep: float = 0.9
+    stages: int = option(4, count(1_000))
+    growth: float = option(0.25, SHARE)
+    keep: float = option(0.9, SHARE)
     tv: float = 1e-4
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -55,10 +61,6 @@ class HFGradInv:
             raise ValueError(
                 f"growth must lie in [0, 1) and keep in (0, 1], got {self.growth} and {self.keep}"
             )
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -79,14 +81,10 @@ class HFGradInv:
         return match(
             seen,
             Phases(lambda done: distances[stage(done)]),
+            self,
             labels=labels,
             priors=((total_variation, lambda done: self.tv if done >= self.growth else 0.0),),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

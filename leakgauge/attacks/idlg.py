@@ -14,34 +14,26 @@ Differs from the paper: as DLG here (float64, strong Wolfe, best iterate).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import OPTIMISERS, match
+from leakgauge.attacks._labels import ZHAO2020, LabelRule, infer
+from leakgauge.attacks._matching import OPTIMISERS, LabelledSearch, match
 from leakgauge.attacks._objectives import squared
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.types import Observation, Reconstruction, Resources
 
 
 @dataclass(frozen=True)
-class IDLG:
+class IDLG(LabelledSearch):
     """Reads the label, then matches gradients (Zhao 2020)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (ZHAO2020,)
     iterations: int = 300
     lr: float = 1.0
-    restarts: int = 1
     labels: LabelRule = "idlg"
     optimiser: Literal["lbfgs", "adam"] = "lbfgs"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -49,14 +41,10 @@ class IDLG:
         return match(
             seen,
             squared,  # Eq. 6
+            self,
             labels=infer(seen, self.labels, rng),  # Eq. 5
             optimiser=OPTIMISERS[self.optimiser](lr=self.lr),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
             box="none",
-            derivative=self.derivative,
             dtype=torch.float64,
             rng=rng,
             resources=resources,

@@ -15,34 +15,35 @@ instead of 24 000 by default; images are optimised in [0, 1], before normalisati
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, constant, match, steps
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "geiping2020",
+    "Geiping, Jonas and Bauermeister, Hartmut and Dröge, Hannah and Moeller, Michael",
+    "Inverting Gradients -- How Easy Is It to Break Privacy in Federated Learning?",
+    2020,
+    "Advances in Neural Information Processing Systems",
+    "https://arxiv.org/abs/2003.14053",
+    fields=(("volume", "33"), ("pages", "16937--16947")),
+)
 
 
 @dataclass(frozen=True)
-class InvertingGradients:
+class InvertingGradients(LabelledSearch):
     """Matches the direction of the gradient (Geiping 2020)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
     tv: float = 1e-4
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -50,14 +51,10 @@ class InvertingGradients:
         return match(
             seen,
             cosine,  # Eq. 4
+            self,
             labels=infer(seen, self.labels, rng),
             priors=((total_variation, constant(self.tv)),),
             optimiser=Adam(self.lr, steps(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

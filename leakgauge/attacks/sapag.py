@@ -19,42 +19,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._matching import Adam, constant, match
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match
 from leakgauge.attacks._matching import cosine as cosine_schedule
 from leakgauge.attacks._objectives import Distance, dot, matrices, ramp
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, SpaceName, Start
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, option
+from leakgauge.types import Observation, Reconstruction, Resources
+
+PAPER = Paper(
+    "wang2020",
+    "Wang, Yijue and Deng, Jieren and Guo, Dan and Wang, Chenghong and Meng, Xianrui and Liu, "
+    "Hang and Ding, Caiwen and Rajasekaran, Sanguthevar",
+    "{SAPAG}: A Self-Adaptive Privacy Attack From Gradients",
+    2020,
+    "arXiv:2009.06228",
+    "https://arxiv.org/abs/2009.06228",
+    kind="misc",
+)
 
 
 @dataclass(frozen=True)
-class SAPAG:
+class SAPAG(LabelledSearch):
     """Matches layers, those far off less (Wang 2020)."""
 
-    iterations: int = 500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     lr: float = 0.1
-    width: float = 4.0
-    last: float = 0.5
+    width: float = option(4.0, POSITIVE)
+    last: float = option(0.5, POSITIVE)
     tv: float = 1e-4
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
 
     def __post_init__(self) -> None:
         if self.width <= 0 or self.last <= 0:
             raise ValueError(f"width and last must be positive, got {self.width} and {self.last}")
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -62,14 +65,10 @@ class SAPAG:
         return match(
             seen,
             kernels(self.width, self.last),
+            self,
             labels=infer(seen, self.labels, rng),
             priors=((total_variation, constant(self.tv)),),
             optimiser=Adam(self.lr, cosine_schedule(), signed=True),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            start=self.start,
-            space=SPACES[self.space](),
-            derivative=self.derivative,
             rng=rng,
             resources=resources,
         )

@@ -40,26 +40,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.attacks._engine import Mode, Trust
-from leakgauge.attacks._labels import LabelRule, infer, knowledge
-from leakgauge.attacks._layers import last_linear
-from leakgauge.attacks._matching import Adam, Lbfgs, Prior, constant, first_of, match, shared
+from leakgauge.attacks._engine import Trust
+from leakgauge.attacks._labels import infer
+from leakgauge.attacks._layers import gradient_sum, last_linear
+from leakgauge.attacks._matching import (
+    Adam,
+    LabelledSearch,
+    Lbfgs,
+    Prior,
+    Search,
+    constant,
+    first_of,
+    match,
+    shared,
+)
 from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
 from leakgauge.attacks._peeling import peel
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._separation import separate
-from leakgauge.attacks._spaces import SPACES, Pixels, SpaceName, Start
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Watched, gradient_of
+from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised
-from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
+from leakgauge.fl.local import minibatches
+from leakgauge.papers import Paper
+from leakgauge.ranges import FROM_0, option
+from leakgauge.types import Observation, Reconstruction, Resources
 
 distance = weighted((1.0, cosine), (1.0, relative_l1))
 
@@ -72,28 +85,20 @@ GENERATOR = (0.05, 0.25)
 
 
 @dataclass(frozen=True)
-class SmoothToSharp:
+class SmoothToSharp(LabelledSearch):
     """Finds a smooth image, then sharpens it (our own).
 
     `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
     L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
     `errors` off the candidates' own errors are taken in all stages."""
 
+    papers: ClassVar[tuple[Paper, ...]] = InvertingGradients.papers  # our own, on its ground
     iterations: int = 600
     lr: float = 0.2
     tv: float = 0.2
-    basin: float = 0.02
-    activations: float = 0.0
+    basin: float = option(0.02, FROM_0)
+    activations: float = option(0.0, FROM_0)
     errors: bool = True
-    restarts: int = 1
-    labels: LabelRule = "counts"
-    start: Start = "normal"
-    space: SpaceName = "pixels"
-    derivative: Mode = "auto"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return knowledge(self.labels)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -125,19 +130,16 @@ class SmoothToSharp:
             if run is None and self.space == "generator":
                 rate, weight = GENERATOR
             near = run is not None and number == len(STAGES) - 1 and run.residual < self.basin
+            search = Search(count, derivative=self.derivative)  # moves pixels on
             stage = match(
                 seen,
                 relative_squared if near else distance,
+                search if run else replace(self, iterations=max(count, 1)),
                 labels=labels,
                 priors=() if near else (*priors, (total_variation, constant(weight * self.tv))),
                 optimiser=Lbfgs() if near else Adam(rate * self.lr, cosine_decay(), signed=True),
-                iterations=max(count, 1),
-                restarts=1 if run else self.restarts,
-                start=self.start,
-                space=Pixels() if run else SPACES[self.space](),
                 begin=run.inputs if run else None,
                 box="none" if near else "clamp",
-                derivative=self.derivative,
                 errors=None if number == len(STAGES) - 1 else errors,
                 dtype=torch.float64 if near else torch.float32,
                 trust=trust,
@@ -155,15 +157,14 @@ def errors_of(seen: Observation, labels: Tensor) -> Tensor:
     training, records = seen.training, seen.records
     if training is None or records is None:
         raise Withheld("smooth-to-sharp needs 'training' and 'records' in the observation")
-    head = last_linear(seen.model, seen.shape)
+    head = last_linear(seen.model, seen.record.shape)
     if head.bias is None:
         raise NotApplicable("the last layer has no bias to read them from")
     if not any(value.dim() > 1 for value in seen.update.values()):
         raise NotApplicable("only biases and norms are trained: errors alone make their gradients")
     if len(minibatches(records, training)) > 1 or training.optimiser != "sgd":
         raise NotApplicable("the update is not one step of SGD")
-    shrunk = decay(training, 1) * seen.model.get_parameter(head.bias).detach()
-    mean = (seen.update[head.bias] - shrunk) / training.lr
+    mean = gradient_sum(seen, head.bias, torch.float32) / training.lr
     if not mean.sum().abs() < BALANCE * mean.abs().sum():
         raise NotApplicable(
             "the gradient of the last bias does not add up to zero, as that of a softmax does: the "
@@ -181,7 +182,7 @@ def recovered(
     gradient, training = gradient_of(seen), seen.training
     assert training is not None
     assert seen.records is not None
-    trace = Trace(seen.model, seen.shape)
+    trace = Trace(seen.model, seen.record.shape)
     begun = separate(trace, gradient, seen.records, rng)
     watch = Watched(replace(resources or Resources(), progress=None), total=1)
     known = peel(trace, gradient, begun, watch).known
@@ -190,7 +191,7 @@ def recovered(
 
     def penalty(x: Tensor) -> Tensor:
         trace.module.to(x)  # it was double to read with
-        found = trace.forward(normalised(x, training), list(known))
+        found = trace.forward(seen.record.entering(x), list(known))
         off = [(found[n] - known[n].to(x)).square().sum() / size[n] for n in known]
         return torch.stack(off).mean()
 

@@ -253,7 +253,13 @@ def next_steps(
             "Protect updates like the data they come from until the leak is closed: "
             f"{whoever} that sees them can {_listed(does)}."
         )
-        steps += _defence_steps(defences, leaks, result.metrics)
+        if result.plan.federation.captured:
+            steps.append(
+                "Test defences: describe your federation in a plan with [[defence]] tables, and "
+                "audit that. What was captured has been sent; no defence changes it any more."
+            )
+        else:
+            steps += _defence_steps(defences, leaks, result.metrics)
         held = [kind for kind, one in kinds.items() if one.leak.state == "no control"]
         if held:
             names = _listed([named(kind, result.metrics) for kind in held])

@@ -13,7 +13,8 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -24,20 +25,22 @@ from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Times, Trial
-from leakgauge.audit.store import Store
+from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Status, Times, Trial
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
+from leakgauge.kept import Checkpoint, key_of
 from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import (
-    ActiveAttack,
     Attack,
     Batch,
+    Exchange,
+    Kept,
     Observation,
+    PreparedAttack,
     Reconstruction,
     Resources,
     Round,
@@ -57,20 +60,28 @@ def rng_of(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-class Bench:
-    """Runs cases of a plan one at a time and writes each trial."""
+@dataclass(frozen=True)
+class Done:
+    """A trial that has ended, and its pictures as PNG, by their paths below the audit's folder."""
 
-    def __init__(self, plan: Plan, store: Store):
-        self.plan, self.store = plan, store
+    trial: Trial
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Bench:
+    """Runs cases of a plan one at a time. It writes nothing but what a long preparation of an
+    attack keeps, in the folder `prepared`."""
+
+    def __init__(self, plan: Plan, prepared: Path, measures: Mapping[str, Scorer] | None = None):
+        self.plan, self.prepared = plan, prepared
         measurements(plan.metrics, plan.document.audit.limit)  # a metric's name may be refused
         # What a metric reads is read here, so that its absence is said at once.
-        self._measures = {name: metrics.loaded(one) for name, one in plan.metrics.items()}
+        self.measures = measures or {n: metrics.loaded(one) for n, one in plan.metrics.items()}
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
-    def run(self, case: Case, progress: Progress) -> Trial:
-        """One trial, from simulation to scores. It is on disk when this returns, unless it does
-        not apply: that is known again in a moment."""
+    def run(self, case: Case, progress: Progress) -> Done:
+        """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
 
         def took() -> Times:
@@ -78,74 +89,100 @@ class Bench:
 
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
         attack, seen = self.plan.attacks[case.attack], None
-        if not isinstance(attack, ActiveAttack):
+        if not isinstance(attack, PreparedAttack):
             seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
-            found, score = self._attack(case, attack, round_, seen, progress)
-            trial = case.trial(self.plan)("done", None, took(), found=found, score=score)
+            found, score, pictures = self._attack(case, attack, round_, seen, progress)
+            status: Status = "unscored" if score is None else "done"
+            trial = case.trial(self.plan)(status, None, took(), found=found, score=score)
+            return Done(trial, pictures)
         except NotApplicable as reason:
-            trial = case.trial(self.plan)("not applicable", str(reason), took())
+            return Done(case.trial(self.plan)("not applicable", str(reason), took()))
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            trial = case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4))
-        if trial.status != "not applicable":
-            self.store.keep(trial)
-        return trial
+            return Done(case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4)))
 
     def _attack(
         self,
         case: Case,
         attack: Attack,
-        round_: Round,
+        round_: Exchange,
         seen: Observation | None,
         progress: Progress,
-    ) -> tuple[Found, Score]:
+    ) -> tuple[Found, Score | None, dict[str, bytes]]:
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
-        attack_rng = rng_of(case.seed, f"attack/{case.attack}")
+        alone = case.attack.partition("+")[0]  # the same guess, restored or not
+        attack_rng = rng_of(case.seed, f"attack/{alone}")
         if seen is None:
-            round_ = self.played(case, attack, round_, attack_rng, resources)
-            seen = threat.observe(round_, who)
-        guess = attack.reconstruct(seen, attack_rng, resources)
-        truth = threat.covered(round_, who)
+            round_, kept = self.played(case, attack, round_, attack_rng, resources)
+            seen = threat.observe(round_, who, kept=kept)
+        guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
         found = found_by(guess, seen)
-        score, paired = scored(self.plan, guess, truth, self._measures, rng_of(case.seed, "score"))
-        if isinstance(attack, ActiveAttack) and case.kind == "trial":
+        if not isinstance(round_, Round):
+            paths, files = images.drawn(case.id, None, guess.inputs, None)
+            return replace(found, images=paths), None, files
+        truth = threat.covered(round_, who)
+        rng = rng_of(case.seed, "score")
+        score, paired = scored(self.plan, guess, truth, self.measures, rng, prior)
+        if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
-        self.store.begin()
-        folder = self.store.images / case.id
-        pictures = images.save(folder, truth.inputs, paired, score.scores["psnr"])
-        return replace(found, images=pictures), replace(score, caveats=checks.caveats(found, score))
+        paths, files = images.drawn(case.id, truth.inputs, paired, score.scores["psnr"])
+        score = replace(score, caveats=checks.caveats(found, score))
+        return replace(found, images=paths), score, files
+
+    def _restored(
+        self, case: Case, seen: Observation, guess: Reconstruction
+    ) -> tuple[Reconstruction, Tensor | None]:
+        """The guess as the restorer of its attack makes it, and what that makes of noise."""
+        restorer = self.plan.restorers.get(case.attack)
+        if restorer is None:
+            return guess, None
+        rng = rng_of(case.seed, "restore")
+        better = restorer.restore(guess.inputs, seen.record, rng)
+        noise = torch.rand(guess.inputs.shape, generator=rng)
+        return replace(guess, inputs=better), restorer.restore(noise, seen.record, rng)
 
     def played(
         self,
         case: Case,
         attack: Attack,
-        round_: Round,
+        round_: Exchange,
         rng: torch.Generator,
         resources: Resources | None = None,
-    ) -> Round:
-        """The round as it is under this attack: one that changes the model has the clients train
-        on what it sent."""
-        if not isinstance(attack, ActiveAttack):
-            return round_
+    ) -> tuple[Exchange, Kept | None]:
+        """The round as it is under this attack, and what the attack kept of its preparation: one
+        that changes the model has the clients train on what it sent."""
+        if not isinstance(attack, PreparedAttack):
+            return round_, None
         victims = threat.victims(round_, case.threat(self.plan))
-        sent = attack.tamper(target(round_, self.plan.public, victims), rng, resources)
-        return tampered(round_, sent, rng_of(case.seed, "tampered"), victims[0])
+        aim = target(round_, self.plan.public, victims)
+        key = key_of(attack, aim, rng)
+        place = Checkpoint(self.prepared / f"{key}.safetensors", key)
+        made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
+        if made.models:
+            if not isinstance(round_, Round):
+                raise NotApplicable("it changes the model before a round, and this one is over")
+            round_ = tampered(round_, made, rng_of(case.seed, "tampered"))
+        return round_, made.kept
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
         """With what the guard of the attacked client, without a memory, says of the model sent to
         it (of the first client behind an aggregate)."""
-        guard = Guard(case.scenario(self.plan).make_model, round_.training)
-        truth = round_.truths[threat.victims(round_, case.threat(self.plan))[0]]
-        verdict = guard.check(dict(round_.model.state_dict()), truth, first=True)
+        scenario, who = case.scenario(self.plan), case.threat(self.plan)
+        guard = Guard(scenario.make_model, round_.training, scale=scenario.scale)
+        truth = round_.truths[threat.victims(round_, who)[0]]
+        sent = threat.sent_to(round_, who).state_dict()
+        verdict = guard.check(dict(sent), truth, first=True)
         fired = ", ".join(one.test for one in verdict.fired)
         words = f"a client's guard, without a memory, says {verdict.decision}"
         notes = (*found.notes, f"{words} ({fired})" if fired else words)
         return replace(found, guard=verdict.decision, notes=notes)
 
-    def simulated(self, case: Case, progress: Progress | None = None) -> Round:
-        """The round of a case, kept while the next cases share it."""
+    def simulated(self, case: Case, progress: Progress | None = None) -> Exchange:
+        """The round of a case, kept while the next cases share it; or the one that was captured."""
+        if self.plan.captured and case.kept is None:
+            return self.plan.captured[case.stage]
         key = (case.stage, case.defence, case.seed, case.kept)
         if self._round is None or key != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
@@ -157,11 +194,12 @@ class Bench:
     def sensitivity(self, case: Case) -> Sensitivity:
         """How far a little pixel noise moves the update: 1 − cos(u(x + noise), u(x))."""
         round_ = self.simulated(case)
+        assert isinstance(round_, Round)  # those that were captured are not explained
         truth, rng = round_.truths[0], rng_of(case.seed, "noise")
         noisy = truth.inputs + NOISE * torch.randn(truth.inputs.shape, generator=rng)
         training = replace(round_.training, order="fixed")
         clean, moved = (
-            train(round_.model, Batch(x, truth.labels), training, rng).update
+            train(round_.setting, Batch(x, truth.labels), training, rng).update
             for x in (truth.inputs, noisy.clamp(0, 1))
         )
         a, b = (torch.cat([v.flatten().double() for v in u.values()]) for u in (clean, moved))
@@ -201,17 +239,24 @@ def scored(
     truth: Batch,
     measures: Mapping[str, Scorer],
     rng: torch.Generator,
+    prior: Tensor | None = None,
 ) -> tuple[Score, Tensor]:
-    """Everything measured on one guess, each number beside its no-information baseline; and the
-    guesses in the order of the truths."""
+    """Everything measured on one guess, each number beside its no-information baseline (and that of
+    a restorer's `prior` alone); and the guesses in the order of the truths."""
     audit = plan.document.audit
     others = _others(plan.data.inputs, truth.inputs, audit.gallery, rng)
     mean = metrics.baselines.mean_image(others).expand_as(truth.inputs)
     pair = metrics.assign.optimal if audit.assignment == "optimal" else metrics.assign.best_match
     index = pair(guess.inputs, truth.inputs)
     found = index >= 0
-    paired = mean.clone()  # a truth without a guess is scored as if nothing were known
-    paired[found] = guess.inputs[index[found]].to(paired)
+
+    def placed(guesses: Tensor, index: Tensor) -> Tensor:
+        """In the order of the truths; one without a guess is scored as if nothing were known."""
+        out = mean.clone()
+        out[index >= 0] = guesses[index[index >= 0]].to(out)
+        return out
+
+    paired = placed(guess.inputs, index)
     chosen = metrics.baselines.random_images(others, len(truth), rng)
     gallery = torch.cat([truth.inputs, others])
     identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
@@ -226,6 +271,7 @@ def scored(
         random_image=measured(chosen),
         identified=1 / len(gallery),
         labels=_labels(guess.labels, truth.labels, plan),
+        prior_only=None if prior is None else measured(placed(prior, pair(prior, truth.inputs))),
     )
     return score, paired
 

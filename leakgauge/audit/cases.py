@@ -12,7 +12,7 @@ from leakgauge.audit.plan import Plan
 from leakgauge.audit.results import Times, Trial
 from leakgauge.fl import Scenario
 from leakgauge.threat import realism
-from leakgauge.types import ThreatModel
+from leakgauge.types import Iterative, ThreatModel
 
 CONTROL_SEEDS = 2  # a control asks whether an attack can work at all, not how well
 
@@ -90,7 +90,7 @@ def controls(plan: Plan) -> list[Case]:
     """Every attack that was asked for on the known-weak twin; where the audit holds that very twin,
     its trials. The exact recursion needs no control: it works or says why not."""
     all_seeds = plan.document.audit.seeds
-    for case in trials(plan):
+    for case in () if plan.captured else trials(plan):
         if not factors(case.scenario(plan), plan.document.threat.actor):
             place = (case.stage, case.defence)
             return [Case("trial", *place, a, s) for s in all_seeds for a in plan.asked]
@@ -121,5 +121,4 @@ def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
 def effort(plan: Plan, name: str) -> int:
     """How long an attack searches, as its options say: iterations × restarts."""
     attack = plan.attacks[name]
-    count = getattr(attack, "iterations", 0) or getattr(attack, "steps", 0)
-    return int(count) * int(getattr(attack, "restarts", 1))
+    return attack.iterations * attack.restarts if isinstance(attack, Iterative) else 0

@@ -85,6 +85,17 @@ def equals_the_prior(score: Score) -> str | None:
     return None
 
 
+def restored(score: Score) -> str | None:
+    """What the restorer would have shown without any update."""
+    if score.prior_only is None:
+        return None
+    alone = statistics.median(score.prior_only["psnr"])
+    return (
+        f"restored: the restorer can add detail that no record had; given noise instead of the "
+        f"attack's guess it scores {alone:.1f} dB"
+    )
+
+
 OF_FOUND: dict[str, Callable[[Found], str | None]] = {
     "still falling": still_falling,
     "restarts disagree": restarts_disagree,
@@ -95,6 +106,7 @@ OF_FOUND: dict[str, Callable[[Found], str | None]] = {
 OF_SCORE: dict[str, Callable[[Score], str | None]] = {
     "labels below baseline": labels_below_baseline,
     "equals the prior": equals_the_prior,
+    "restored": restored,
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from leakgauge.errors import PlanError
 from leakgauge.fl.aggregate import Weighting
+from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import LocalTraining, ThreatModel
 
 Table = dict[str, Any]
@@ -21,16 +22,19 @@ NO_DEFENCE = "none"
 @dataclass(frozen=True)
 class Federation:
     """The user's own system. `model` and `data` are a name or a table with a name and options;
-    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders. `rounds` lists
-    the attack stages: honest rounds played before the one that is attacked. `public` records are
-    set aside for a malicious server: no client holds them (default: a quarter, at most a thousand,
-    if `threat.malicious`)."""
+    `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders, and `{ captured =
+    "…" }` names a folder of captured rounds, which say themselves what follows (model, training,
+    record, clients). `record` says how records are normalised before they enter the model. `rounds`
+    lists the attack stages: honest rounds played before the one that is attacked. `public` records
+    are set aside for a malicious server: no client holds them (default: a quarter, at most a
+    thousand, if `threat.malicious`)."""
 
-    model: str | Table
     data: str | Table
+    model: str | Table | None = None
     init: str = "torch"
     checkpoint: str | None = None
     training: LocalTraining = field(default_factory=LocalTraining)
+    record: Scale = AS_THEY_ARE
     clients: int = 1
     participants: int | None = None
     records: int | Literal["all"] | None = None
@@ -39,6 +43,11 @@ class Federation:
     partition: str | Table = "iid"
     rounds: tuple[int, ...] = (0,)
     public: int | None = None
+
+    @property
+    def captured(self) -> str | None:
+        """The folder of captured rounds, if they are not simulated."""
+        return self.data.get("captured") if isinstance(self.data, dict) else None
 
     def __post_init__(self) -> None:
         if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
@@ -53,10 +62,6 @@ class Federation:
             raise ValueError(
                 f"training.lr must be positive and finite, got {self.training.lr}: "
                 "a client that takes no step sends nothing"
-            )
-        if not all(0 < std < math.inf for std in self.training.std):
-            raise ValueError(
-                f"training.std must be positive and finite, got {list(self.training.std)}"
             )
 
 
@@ -108,10 +113,11 @@ class Measure:
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be a list of different numbers, got {list(self.seeds)}")
-        if unmeasured := [name for name in self.limit.scores if name not in self.metrics]:
+        measured = [name.rpartition(":")[2] for name in self.metrics]  # of module:NAME, the name
+        if unmeasured := [name for name in self.limit.scores if name not in measured]:
             raise ValueError(
                 f"limit.scores names {unmeasured[0]!r}, which is not measured: expected one of "
-                f"metrics = {list(self.metrics)}"
+                f"metrics = {measured}"
             )
         if self.budget is not None:
             duration(self.budget, "budget")

@@ -33,8 +33,7 @@ from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.store import Store
-from leakgauge.types import Attack
+from leakgauge.types import Attack, Iterative
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
 ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
@@ -134,7 +133,7 @@ class _Trying:
 
     def __init__(self, plan: Plan, folder: Path):
         self.plan = plan
-        self.bench = Bench(plan, Store(folder))
+        self.bench = Bench(plan, folder)
         self._reached: dict[str, float] = {}  # dB, the most that a timed trial of an attack had
 
     def climbers(self, asked: tuple[str, ...]) -> tuple[str, ...]:
@@ -160,23 +159,23 @@ class _Trying:
     def cost(self, case: Case) -> Applicability:
         """What a trial of this case costs once its round is played, and whether it applies."""
         attack = self.plan.attacks[case.attack]
-        effort = _effort(attack)
         try:
-            if effort is None:
+            if not isinstance(attack, Iterative) or not attack.iterations:
                 return Applicability(case.attack, None, self._timed(case, attack))
-            self._timed(case, _shortened(attack, 1))  # warms up
-            wanted, restarts = getattr(attack, effort), getattr(attack, "restarts", 1)
-            once = self._fitted(case, attack, wanted, 1)
-            again = self._fitted(case, attack, wanted, 2) if restarts > 1 else once
-            return Applicability(case.attack, None, once + (restarts - 1) * (again - once))
+            self._timed(case, attack.shortened(1, 1))  # warms up
+            more = attack.restarts - 1
+            once = self._fitted(case, attack, 1)
+            again = self._fitted(case, attack, 2) if more else once
+            return Applicability(case.attack, None, once + more * (again - once))
         except _Refused as reason:
             return Applicability(case.attack, str(reason), 0.0)
 
-    def _fitted(self, case: Case, attack: Attack, wanted: int, restarts: int) -> float:
-        """The cost of so many iterations: fixed part + iterations × cost of each."""
+    def _fitted(self, case: Case, attack: Iterative, restarts: int) -> float:
+        """The cost of all its iterations: fixed part + iterations × cost of each."""
+        wanted = attack.iterations
 
         def timed(count: int) -> float:
-            return self._timed(case, _shortened(attack, count, restarts))
+            return self._timed(case, attack.shortened(count, restarts))
 
         if wanted <= LONG:
             return timed(wanted)
@@ -195,7 +194,7 @@ class _Trying:
         """CPU seconds of one trial, whose round is played before."""
         self.bench.plan = replace(self.plan, attacks={**self.plan.attacks, case.attack: attack})
         self.bench.simulated(case)
-        trial = self.bench.run(case, lambda done, total, objective: None)
+        trial = self.bench.run(case, lambda done, total, objective: None).trial
         if trial.status == "not applicable":
             raise _Refused(trial.error)
         if trial.status == "failed":  # the audit will keep it, trial by trial
@@ -224,19 +223,6 @@ def _work(plan: Plan, case: Case) -> int:
     alone = case.threat(plan).actor == "server"
     clients = 1 if alone else scenario.participants or scenario.clients
     return steps * training.batch_size * clients
-
-
-def _effort(attack: Attack) -> str | None:
-    """The option that says how long an attack searches, or trains, if it does."""
-    return next((key for key in ("iterations", "steps") if getattr(attack, key, 0)), None)
-
-
-def _shortened(attack: Attack, count: int, restarts: int = 1) -> Attack:
-    """The attack with `count` iterations, and without a folder to continue in."""
-    fixed = {"restarts": restarts, "folder": None, _effort(attack): count}
-    change = {key: value for key, value in fixed.items() if key and hasattr(attack, key)}
-    short: Attack = replace(attack, **change)  # type: ignore[type-var]
-    return short
 
 
 def _peak_megabytes() -> float:

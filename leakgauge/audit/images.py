@@ -1,34 +1,36 @@
-"""Truths and guesses as PNG files: each by itself at its own size, and a sheet to look at."""
+"""Truths and guesses as PNG: each by itself at its own size, and a sheet to look at."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from leakgauge.audit.results import Pictures
-from leakgauge.files import write_atomic
 
 TILE = 128  # pixels of an image on the sheet
-LIMIT = 64  # images of a trial that are written; scores cover all
+LIMIT = 64  # images of a trial that are kept; scores cover all
 
 
-def save(folder: Path, truth: Tensor, guess: Tensor, psnr: Sequence[float] | None) -> Pictures:
-    """Write them, and return their paths below the audit's folder."""
-    pairs = [(picture(t), picture(g)) for t, g in zip(truth[:LIMIT], guess[:LIMIT], strict=True)]
-    for i, (true, guessed) in enumerate(pairs):
-        _write(folder / f"{i:03}-truth.png", true)
-        _write(folder / f"{i:03}-guess.png", guessed)
-    _write(folder / "sheet.png", sheet(pairs, psnr))
-    base = f"{folder.parent.name}/{folder.name}"
-    return Pictures(
+def drawn(
+    trial: str, truth: Tensor | None, guess: Tensor, psnr: Sequence[float] | None
+) -> tuple[Pictures, dict[str, bytes]]:
+    """Their paths below the audit's folder, and what is to stand there; guesses alone where nobody
+    knows the truth."""
+    truths = [None] * len(guess[:LIMIT]) if truth is None else [picture(t) for t in truth[:LIMIT]]
+    pairs = list(zip(truths, [picture(g) for g in guess[:LIMIT]], strict=True))
+    base = f"images/{trial}"
+    paths = Pictures(
         sheet=f"{base}/sheet.png",
-        truths=tuple(f"{base}/{i:03}-truth.png" for i in range(len(pairs))),
+        truths=tuple(f"{base}/{i:03}-truth.png" for i, (true, _) in enumerate(pairs) if true),
         guesses=tuple(f"{base}/{i:03}-guess.png" for i in range(len(pairs))),
     )
+    files = {paths.sheet: _png(sheet(pairs, psnr))}
+    files |= {path: _png(true) for path, true in zip(paths.truths, truths, strict=False) if true}
+    files |= {path: _png(one) for path, (_, one) in zip(paths.guesses, pairs, strict=True)}
+    return paths, files
 
 
 def picture(image: Tensor) -> Image.Image:
@@ -39,10 +41,10 @@ def picture(image: Tensor) -> Image.Image:
 
 
 def sheet(
-    pairs: list[tuple[Image.Image, Image.Image]], psnr: Sequence[float] | None
+    pairs: Sequence[tuple[Image.Image | None, Image.Image]], psnr: Sequence[float] | None
 ) -> Image.Image:
     """Truths above guesses, eight to a row, with their PSNR."""
-    columns = min(8, len(pairs))
+    columns = max(1, min(8, len(pairs)))
     rows = -(-len(pairs) // columns)
     caption, gap = 18, 6
     cell = (TILE + gap, 2 * TILE + caption + 2 * gap)
@@ -51,15 +53,15 @@ def sheet(
     for i, (true, guessed) in enumerate(pairs):
         x, y = gap + (i % columns) * cell[0], gap + (i // columns) * cell[1]
         for image, top in ((true, y), (guessed, y + TILE + 2)):
-            page.paste(
-                image.convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST), (x, top)
-            )
+            if image is not None:
+                tile = image.convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST)
+                page.paste(tile, (x, top))
         if psnr is not None:
             draw.text((x + 2, y + 2 * TILE + 4), f"{psnr[i]:.1f} dB", fill="black")
     return page
 
 
-def _write(path: Path, image: Image.Image) -> None:
+def _png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()

@@ -8,34 +8,47 @@ the user's rights; its module is looked for beside the plan first.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from leakgauge import data, metrics, models, threat
+from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
+from leakgauge.audit import captured
 from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
-from leakgauge.audit.ranges import check_numbers
-from leakgauge.config import build, choose, did_you_mean, plain
+from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
+from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
-from leakgauge.types import Attack, Dataset, Defence, LocalTraining, Metric, ThreatModel
+from leakgauge.metrics import METRICS
+from leakgauge.outside import Method, find, import_from, own_files, unused
+from leakgauge.ranges import OF_PLANS, check_numbers
+from leakgauge.records import record_of, refuse_moved
+from leakgauge.restore import RESTORERS
+from leakgauge.types import (
+    Attack,
+    Dataset,
+    Defence,
+    Exchange,
+    LocalTraining,
+    Metric,
+    Restorer,
+    ThreatModel,
+)
 
+RESTORE = "restore"  # the key of an [[attack]] that names a restorer
 MOST_STEPS = 1_000_000  # of local training, in one round
 
 
@@ -43,7 +56,9 @@ MOST_STEPS = 1_000_000  # of local training, in one round
 class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
     that the file names; the exact recursion is run without being asked. `data` is what the clients
-    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always."""
+    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always.
+    `restorers` work on the guesses of the attacks of their names. `captured` are the rounds to
+    attack, one per stage, where they are not simulated."""
 
     name: str
     document: Document
@@ -55,6 +70,9 @@ class Plan:
     partition: Partition
     asked: tuple[str, ...]
     metrics: Mapping[str, Metric]
+    restorers: Mapping[str, Restorer] = field(default_factory=dict)
+    captured: tuple[Exchange, ...] = ()
+    outside: tuple[Method, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -76,8 +94,16 @@ class Plan:
             digest.update(
                 value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             )
-        for named in (document.federation.model, document.federation.data):
-            name = named if isinstance(named, str) else str(named.get("name"))
+        for exchange in self.captured:
+            for update in (*exchange.updates, exchange.after, dict(exchange.model.state_dict())):
+                for value in update.values():
+                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+        names = [
+            named if isinstance(named, str) else str((named or {}).get("name"))
+            for named in (document.federation.model, document.federation.data)
+        ]
+        digest.update(" ".join(method.package for method in self.outside).encode())
+        for name in (*names, *(method.spec for method in self.outside)):
             for file in own_files(name, self.folder):
                 digest.update(f"{file.name} ".encode() + file.read_bytes())
         return digest.hexdigest()
@@ -102,12 +128,14 @@ class Plan:
             weighting=federation.weighting,
             partition=self.partition,
             defence=self.defences[defence],
+            scale=federation.record,
         )
 
     def _make_model(self) -> nn.Module:
         federation = self.document.federation
+        assert federation.model is not None  # checked when the plan was read
         name, options = _name(federation.model, "federation.model")
-        _import_from(self.folder, name)
+        import_from(self.folder, name)
         _, channels, height, width = self.data.inputs.shape
         try:
             model = models.make(
@@ -128,17 +156,23 @@ class Plan:
             ) from error
         if federation.checkpoint:
             models.load(model, _path(self.folder, federation.checkpoint))
+        if self.captured:
+            model.load_state_dict(self.captured[0].model.state_dict())
         return model
 
 
 def read(path: Path) -> Plan:
-    """The plan in a TOML file, fully checked."""
+    """The plan in a TOML file, or that of a folder of captured rounds, fully checked."""
+    if path.is_dir() and any(path.glob("round-*.json")):
+        return parse(captured.table(path), path.resolve().name, Path.cwd())
     try:
         table = tomllib.loads(read_plain(path).decode())
     except FileNotFoundError:
         raise PlanError(f"no plan at {path}: give the path of a TOML file") from None
     except IsADirectoryError:
-        raise PlanError(f"{path} is a folder: give the path of a TOML file in it") from None
+        raise PlanError(
+            f"{path} is a folder without captured rounds: give the path of a TOML file"
+        ) from None
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError:
@@ -154,15 +188,29 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     for key in ("attack", "defence"):
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
+    federation = table.get("federation")
+    if isinstance(federation, Mapping):
+        refuse_moved(federation.get("training"), "federation.training", "[federation.record]")
     document = build(Document, table, name)
     _check_names(document, name)
-    check_numbers(document, name)
+    check_numbers(document, name, OF_PLANS)
+    where = captured.folder_of(document.federation, folder)
+    if where is not None:
+        document = captured.filled(document, where)
     federation = document.federation
+    if federation.model is None:
+        raise PlanError(f"{name}.federation: key 'model' is missing")
     _check_actor(document.threat, federation)
     measured = dict.fromkeys(("psnr", *document.audit.metrics))
-    chosen = {key: metrics.choose(key) for key in measured}
-    attacks = _each(ATTACKS | ACTIVE_ATTACKS, document.attack, "attack")
+    scores = [find("metric", one, METRICS, folder) for one in measured]
+    chosen: dict[str, Metric] = {}
+    for one in scores:
+        chosen[unused(one.key, chosen)] = one.item
+    restorers: dict[str, Restorer] = {}
+    ours = ATTACKS | ACTIVE_ATTACKS
+    attacks, outside = _each("attack", ours, document.attack, folder, restorers)
     for key, attack in attacks.items():
+        _check_needs(key, attack)
         threat.check(key, attack, document.threat)
     asked = tuple(attacks)
     if document.audit.exact and ExactRecursion.needs <= threat.holds(document.threat):
@@ -171,14 +219,15 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     if ":" not in model:
         choose(models.MODELS, model, "model")
     choose(models.INITS, federation.init, "initialisation")
-    partition = _named(PARTITIONS, federation.partition, "partition")
-    defences = _each(DEFENCES, document.defence, "defence")
-    records = _load(federation.data, folder)
-    _check_normalisation(federation.training, records)
+    partition = _partition(federation.partition)
+    defences, others = _each("defence", {**DEFENCES, NO_DEFENCE: None}, document.defence, folder)
+    records = captured.records(where) if where else _load(federation.data, folder)
+    record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
-    public, private = _set_aside(records, federation.public, document.threat.malicious)
-    return Plan(
+    malicious = document.threat.malicious and where is None
+    public, private = _set_aside(records, federation.public, malicious)
+    plan = Plan(
         name=name,
         document=document,
         folder=folder,
@@ -189,42 +238,13 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         partition=partition,
         asked=asked,
         metrics=chosen,
+        restorers=restorers,
+        outside=(*outside, *others, *(one for one in scores if one.spec)),
     )
-
-
-def own_files(name: str, folder: Path) -> list[Path]:
-    """The files behind `module:callable`: that of the module, and those of what it imports from the
-    plan's folder or from its own package. None for another name."""
-    start, colon, _ = name.partition(":")
-    module = sys.modules.get(start)
-    if not colon or module is None or not getattr(module, "__file__", None):
-        return []
-    own = Path(str(module.__file__)).resolve()
-    roots = (folder.resolve(), own.parents[start.count(".")])
-    found: dict[str, Path] = {}
-    waiting = [start]
-    while waiting:
-        here = waiting.pop()
-        loaded = sys.modules.get(here)
-        file = getattr(loaded, "__file__", None)
-        if here in found or not file or not _belongs(Path(file).resolve(), roots):
-            continue
-        found[here] = Path(file).resolve()
-        for value in list(vars(loaded).values()):
-            other = value.__name__ if isinstance(value, ModuleType) else _home(value)
-            waiting += [other] if isinstance(other, str) else []
-    return [found[key] for key in sorted(found)]
-
-
-def _belongs(file: Path, roots: tuple[Path, ...]) -> bool:
-    """The user's own: below a root, and not installed there."""
-    installed = "site-packages" in file.parts or "dist-packages" in file.parts
-    return not installed and file.is_file() and any(file.is_relative_to(root) for root in roots)
-
-
-def _home(value: object) -> object:
-    """The module in which a class or a function was written."""
-    return getattr(value, "__module__", None) if callable(value) else None
+    if where is None:
+        return plan
+    rounds = captured.rounds(where, plain_model(plan._make_model(), "made_by"))
+    return replace(plan, captured=rounds, data=captured.with_truths(private, rounds))
 
 
 def _path(folder: Path, path: str) -> Path:
@@ -245,30 +265,42 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
     return name, options
 
 
-def _named(known: Mapping[str, type[Any]], value: str | Table, what: str) -> Any:
-    """An instance of the class that a table's `name` chooses, built from its other keys."""
-    name, options = _name(value, what)
-    where = f"{what} {name!r}"
-    made = build(choose(known, name, what), options, where)
-    check_numbers(made, where)
-    return made
-
-
-def _each(known: Mapping[str, type[Any]], tables: tuple[Table, ...], what: str) -> dict[str, Any]:
-    """Instances by name; a name used again gets a number."""
+def _each(
+    what: str,
+    ours: Mapping[str, Any],
+    tables: tuple[Table, ...],
+    folder: Path,
+    restorers: dict[str, Restorer] | None = None,
+) -> tuple[dict[str, Any], list[Method]]:
+    """Instances by name, a name used again with a number; and those from outside this package.
+    Restorers that the tables name are added to `restorers`, under the name of what they restore."""
     made: dict[str, Any] = {}
+    outside = []
     for table in tables:
         name, options = _name(table, what)
-        key, count = name, 1
-        while key in made:
-            count += 1
-            key = f"{name}-{count}"
-        if what == "defence" and name == NO_DEFENCE:
-            if options:
-                raise PlanError(f"defence 'none' takes no options, got {', '.join(options)}")
-            made[key] = None
-        else:
-            made[key] = _named(known, table, what)
+        chosen = None if restorers is None else options.pop(RESTORE, None)
+        method = find(what, name, ours, folder)
+        if method.item is None and options:
+            raise PlanError(f"{what} {name!r} takes no options, got {', '.join(options)}")
+        found = method.item and method.make(options, f"{what} {name!r}")
+        outside += [method] if method.spec else []
+        key = method.key
+        if restorers is not None and chosen is not None:
+            chosen = convert(chosen, str | dict[str, Any], f"{what} {name!r}: {RESTORE}")
+            own, more = _name(chosen, "restorer")
+            restorer = find("restorer", own, RESTORERS, folder)
+            key = unused(f"{key}+{restorer.key}", made)
+            restorers[key] = restorer.make(more, f"restorer {own!r}")
+            outside += [restorer] if restorer.spec else []
+        made[unused(key, made)] = found
+    return made, outside
+
+
+def _partition(value: str | Table) -> Partition:
+    name, options = _name(value, "partition")
+    where = f"partition {name!r}"
+    made: Partition = build(choose(PARTITIONS, name, "partition"), options, where)
+    check_numbers(made, where)
     return made
 
 
@@ -281,7 +313,7 @@ def _load(value: str | Table, folder: Path) -> Dataset:
     for key in ("path", "root"):
         if isinstance(options.get(key), str):
             options[key] = _path(folder, options[key])
-    _import_from(folder, name)
+    import_from(folder, name)
     try:
         return data.load(name, **options)
     except (Exception, SystemExit) as error:
@@ -296,7 +328,7 @@ def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Da
     """The public records and the others, drawn by a fixed seed: the same in every trial."""
     if count is None:
         count = min(1000, len(records) // 4) if malicious else 0
-    if count >= len(records):
+    if count and count >= len(records):
         raise PlanError(
             f"federation.public sets {count} records aside, but {records.name} has only "
             f"{len(records)}: leave some for the clients"
@@ -311,23 +343,6 @@ def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Da
     return public, private
 
 
-def _import_from(folder: Path, name: str) -> None:
-    """Let `module:callable` find its module beside the plan: also when another plan in this
-    process brought another module of that name."""
-    module, colon, _ = name.partition(":")
-    if not colon:
-        return
-    sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
-    place = folder.joinpath(*module.split("."))
-    here = [place.with_suffix(".py"), place / "__init__.py"]
-    loaded = getattr(sys.modules.get(module), "__file__", None)
-    if loaded and Path(loaded) not in here and any(file.is_file() for file in here):
-        top = module.partition(".")[0]
-        for other in [key for key in sys.modules if key.partition(".")[0] == top]:
-            del sys.modules[other]
-    importlib.invalidate_caches()
-
-
 def _check_names(document: Document, name: str) -> None:
     """What the file asks for by name and this machine must have."""
     if not document.attack:
@@ -339,6 +354,21 @@ def _check_names(document: Document, name: str) -> None:
             f"{name}.audit: device {document.audit.device!r} is not there: "
             f"{str(error).splitlines()[0]}"
         ) from error
+
+
+def _check_needs(key: str, attack: Attack) -> None:
+    try:
+        needs: object = attack.needs
+    except Exception as error:  # it may be the user's own code
+        raise PlanError(
+            f"attack {key!r}: its needs failed ({type(error).__name__}: {error})"
+        ) from error
+    known = threat.KNOWLEDGE.keys() - {threat.PUBLIC}
+    if not isinstance(needs, frozenset) or not needs <= known:
+        raise PlanError(
+            f"attack {key!r}: its needs must be a frozenset of {', '.join(sorted(known))}; got "
+            f"{shown(needs)}"
+        )
 
 
 def _check_actor(who: ThreatModel, federation: Federation) -> None:
@@ -365,14 +395,3 @@ def _check_length(training: LocalTraining, records: int) -> None:
             f"size {training.batch_size} on {records:,} records; at most {MOST_STEPS:,} are "
             "allowed: lower epochs, or raise batch_size"
         )
-
-
-def _check_normalisation(training: LocalTraining, records: Dataset) -> None:
-    channels = records.inputs.shape[1]
-    for key in ("mean", "std"):
-        count = len(getattr(training, key))
-        if count not in (1, channels):
-            raise PlanError(
-                f"federation.training.{key} has {count} values, but {records.name} has {channels} "
-                f"channels: give one value for all or {channels}"
-            )

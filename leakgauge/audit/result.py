@@ -15,6 +15,7 @@ from torch import nn
 
 from leakgauge import threat
 from leakgauge._version import __version__
+from leakgauge.audit import references
 from leakgauge.audit.cases import Case
 from leakgauge.audit.forecast import Forecast
 from leakgauge.audit.ladder import describe
@@ -50,6 +51,9 @@ def assemble(
     interrupted: bool,
 ) -> Result:
     cpu = sum(trial.times.cpu_seconds for trial in trials)
+    tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
+    attacks = [attack for name, attack in plan.attacks.items() if name in tried]
+    others = [v for kind in (plan.restorers, plan.defences, plan.metrics) for v in kind.values()]
     given = Result(
         schema=SCHEMA,
         leakgauge=__version__,
@@ -67,7 +71,7 @@ def assemble(
         sensitivity=sensitivity,
         trials=tuple(trials),
         not_run=tuple(not_run),
-        references=tuple(sorted({trial.attack for trial in trials if trial.kind == "trial"})),
+        references=references.of([*attacks, *others]),
         times=RunTimes(
             cpu_seconds=cpu,
             wall_seconds=wall,
@@ -87,7 +91,7 @@ def _forecasted(told: Forecast, cpu: float) -> Forecasted:
 def _federation(plan: Plan, model: nn.Module) -> Audited:
     named = plan.document.federation.model
     return Audited(
-        model=named if isinstance(named, str) else str(named.get("name")),
+        model=named if isinstance(named, str) else str((named or {}).get("name")),
         data=plan.data.name,
         records=len(plan.data),
         shape=tuple(plan.data.inputs.shape[1:]),

@@ -12,6 +12,7 @@ from pathlib import PureWindowsPath
 from typing import Literal, TypeAlias
 
 from leakgauge.audit.document import Document, Limit
+from leakgauge.papers import Paper
 from leakgauge.types import Actor, Realism, Stopped
 
 Status: TypeAlias = Literal["done", "unscored", "not applicable", "failed"]
@@ -106,6 +107,7 @@ class Score:
     random_image: Scores
     identified: float  # the chance to pick a record out of the gallery
     labels: LabelScore | None
+    prior_only: Scores | None = None  # of a restorer that was given noise in place of the guess
     caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -388,7 +390,7 @@ class Result:
     sensitivity: Sensitivity | None
     trials: tuple[Trial, ...]
     not_run: tuple[NotRun, ...]
-    references: tuple[str, ...]
+    references: tuple[Paper, ...]
     times: RunTimes
     interrupted: bool = False
 

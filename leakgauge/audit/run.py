@@ -1,4 +1,4 @@
-"""Run a plan: controls, trials and ladder, in this process or in several, within a budget.
+"""Run a plan: controls, trials and ladder, on any engine, within a budget.
 
 Trials are written one by one as they end; an audit that was killed, ran out of budget or was
 interrupted can be resumed and loses at most the running trials. Failed trials are tried again.
@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench, Done, rng_of
 from leakgauge.audit.cases import Case
-from leakgauge.audit.document import Table
+from leakgauge.audit.engine import Crew, Engine, Hooks
 from leakgauge.audit.forecast import forecast
-from leakgauge.audit.plan import Plan, parse
+from leakgauge.audit.plan import Plan
 from leakgauge.audit.result import assemble
 from leakgauge.audit.results import NotRun, Result, Times, Trial
 from leakgauge.audit.store import Store
-from leakgauge.audit.workers import Run, Workers
-from leakgauge.config import plain
+from leakgauge.audit.workers import local
 from leakgauge.errors import NotApplicable
 from leakgauge.fl.simulate import initial_model
+from leakgauge.types import PreparedAttack
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,22 @@ def run(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    jobs: int = 1,
+    jobs: int | None = None,
     budget: float | None = None,
     calibrate: bool = False,
     watch: Watch | None = None,
+    engine: Callable[[Bench, int | None, Callable[[str], None]], Engine] = local,
 ) -> Result:
     """Run every trial that is not done yet, as far as `budget` seconds reach, and write
     result.json. Ctrl-C ends the audit early with a valid result. When no attack applies there is no
     audit: an error, and nothing is written. `calibrate` forecasts the cost first, so that the
-    result can say how far the forecast was off."""
+    result can say how far the forecast was off. `engine` makes the workers that run `jobs` trials
+    at a time: this process and others like it, or those of a cluster (integrations.ray)."""
     torch.set_num_threads(plan.document.audit.threads)
     first = cases.trials(plan)[0]
     # Build the model once before anything is written: a wrong one is the user's to know now.
     model = initial_model(first.scenario(plan), rng_of(first.seed, "federation"))
-    bench = Bench(plan, store)
+    bench, watch = Bench(plan, store.prepared), watch or Watch()
 
     def opened() -> None:
         store.open(plan.document, plan.fingerprint, resume=resume, overwrite=overwrite)
@@ -70,15 +71,13 @@ def run(
     opened()  # refused here, the folder is not even locked
     with store.locked():
         opened()  # another audit may have ended in it meanwhile
-        session = _Session(bench, jobs, budget, watch or Watch())
-        try:
-            return _audit(session, model, calibrate)
-        finally:
-            session.close()
+        began = time.monotonic()
+        with closing(engine(bench, jobs, watch.say)) as workers:
+            return _audit(_Session(bench, store, workers, began, budget, watch), model, calibrate)
 
 
 def _audit(session: _Session, model: nn.Module, calibrate: bool) -> Result:
-    bench, plan, store = session.bench, session.bench.plan, session.bench.store
+    bench, plan, store = session.bench, session.bench.plan, session.store
     expected = None
     controls = cases.controls(plan) if plan.document.audit.control else []
     rungs: list[tuple[str, list[Case]]] = []
@@ -127,28 +126,32 @@ def _best(trials: list[Trial]) -> str | None:
 
 @dataclass
 class _Session:
-    """The cases of one call of `run`: what is finished, what was skipped and why."""
+    """The cases of one call of `run`: what is finished, what was skipped and why. It alone writes
+    to the folder of the audit."""
 
     bench: Bench
-    jobs: int
+    store: Store
+    engine: Engine
+    began: float
     budget: float | None
     watch: Watch
     finished: dict[str, Trial] = field(default_factory=dict)
-    _skipped: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
+    _skipped: dict[str, str] = field(default_factory=dict)
+    _expected: int = 0
 
     def __post_init__(self) -> None:
-        self._began = time.monotonic()
-        self._expected = 0
-        several = self.jobs > 1
-        self.workers = Workers[Case](_Recipe.of(self.bench), self.jobs) if several else None
-
-    def close(self) -> None:
-        if self.workers is not None:
-            self.workers.close()
+        hooks = Hooks(
+            may_start=self._may_start,
+            ended=self._ended,
+            begin=self._begin,
+            progress=self.watch.progress,
+            shares=_expensive_round,
+        )
+        self._crew = Crew(self.engine, hooks)
 
     def elapsed(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self.began
 
     def pick(self, wanted: list[Case]) -> list[Trial]:
         """The finished trials of these cases, once each, in this order."""
@@ -167,38 +170,32 @@ class _Session:
         for case in dict.fromkeys(wanted):
             known = self.finished.get(case.id)
             if known is None:
-                known = self.bench.store.done(case.id, self.watch.say)
+                known = self.store.done(case.id, self.watch.say)
                 if known is None or known.status == "failed":
                     todo.append(case)
                     continue
             self.finished[case.id] = known
         self._expected += len(todo)
         self.watch.expect(self._expected)
-        for case, trial in self._each(todo):
-            if trial is None:  # its worker was killed twice
+        if self.budget is None and self.engine.width > 1:
+            # Nothing is cut: the longest first, so that all workers end together.
+            todo.sort(key=lambda case: -cases.effort(self.bench.plan, case.attack))
+        for case, done in self._crew.run(todo):
+            if done is None:
                 words = "the process of this trial was killed twice (out of memory?)"
-                trial = case.crashed(self.bench.plan, Times(0.0, 0.0), words)
-                self.bench.store.keep(trial)
-            self.finished[case.id] = trial
-            self.watch.end(case, trial)
+                done = Done(case.crashed(self.bench.plan, Times(0.0, 0.0), words))
+                self._ended(case, done)
+            if done.trial.status != "not applicable":  # that is known again in a moment
+                self.store.keep(done.trial, done.pictures.items())
+            self.watch.end(case, done.trial)
 
-    def _each(self, todo: list[Case]) -> Iterator[tuple[Case, Trial | None]]:
-        if self.workers is not None and len(todo) > 1:
-            self.bench.store.begin()
-            if self.budget is None:  # nothing is cut: the longest first, so that all end together
-                todo = sorted(todo, key=lambda case: -cases.effort(self.bench.plan, case.attack))
-            yield from self.workers.run(
-                todo,
-                may_start=self._may_start,
-                on_start=self.watch.begin,
-                on_progress=self.watch.progress,
-                shares=_expensive_round,
-            )
-            return
-        for case in todo:
-            if self._may_start(case):
-                self.watch.begin(case)
-                yield case, self.bench.run(case, partial(self.watch.progress, case))
+    def _ended(self, case: Case, done: Done) -> None:
+        self.finished[case.id] = done.trial
+
+    def _begin(self, case: Case) -> None:
+        if isinstance(self.bench.plan.attacks[case.attack], PreparedAttack):
+            self.store.begin()  # it may keep something there
+        self.watch.begin(case)
 
     def _may_start(self, case: Case) -> bool:
         """Whether the budget still holds what a trial of this attack took so far."""
@@ -216,24 +213,3 @@ def _expensive_round(case: Case) -> object:
     """What cases share whose round is played after honest ones; another round costs little."""
     stage = case.stage if case.keeps("stage") else 0
     return (case.stage, case.defence, case.seed, case.kept) if stage else None
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """How a worker process makes its own bench: plain values only, so that they can be sent."""
-
-    document: Table
-    name: str
-    folder: Path
-    out: Path
-    fingerprint: str
-
-    @classmethod
-    def of(cls, bench: Bench) -> _Recipe:
-        plan = bench.plan
-        return cls(plain(plan.document), plan.name, plan.folder, bench.store.out, plan.fingerprint)
-
-    def __call__(self) -> Run:
-        plan = parse(self.document, self.name, self.folder)
-        torch.set_num_threads(plan.document.audit.threads)
-        return Bench(plan, Store(self.out, self.fingerprint)).run

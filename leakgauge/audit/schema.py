@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from leakgauge._version import __version__
-from leakgauge.audit.document import Limit, Table
+from leakgauge.audit import references
+from leakgauge.audit.document import Document, Limit, Table
 from leakgauge.audit.results import Explanation, Outcome, Result, Trial
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
@@ -184,7 +185,7 @@ def _from_2(old: Table) -> Table:
 def _from_3(old: Table) -> Table:
     """Schema 3 kept what a trial found and its score in one table, and signs of the search among
     the attack's own facts and notes."""
-    plan = convert(_get(old, "result", "plan"), Table, "result.plan")
+    plan = _rescaled(convert(_get(old, "result", "plan"), Table, "result.plan"))
     before = convert(_get(old, "result", "trials"), tuple[Table, ...], "result.trials")
     trials = [_trial_from_3(trial, f"result.trials[{i}]") for i, trial in enumerate(before)]
     audit = convert(plan.get("audit", {}), Table, "result.plan.audit")
@@ -192,17 +193,30 @@ def _from_3(old: Table) -> Table:
     scores: object = next((trial["score"]["scores"] for trial in trials if trial.get("score")), {})
     names = dict.fromkeys(("psnr", *convert(scores, Table, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
+    document = build(Document, plan, "result.plan", lenient=True)
+    used = convert(_get(old, "result", "references"), tuple[str, ...], "result.references")
     threat = convert(_get(old, "result", "threat"), Table | None, "result.threat")
     times = convert(_get(old, "result", "times"), Table, "result.times")
-    forecast = convert(
-        _get(times, "result.times", "forecast"), Table | None, "result.times.forecast"
-    )
-    later = {  # keys that came while it was the schema
+    path = "result.times.forecast"
+    forecast = convert(_get(times, "result.times", "forecast"), Table | None, path)
+    return old | {
+        "schema": SCHEMA,
+        "plan": plan,
+        "trials": trials,
+        "metrics": plain(metrics),
+        "references": plain(references.known(document, used)),
+        # Keys that came while it was the schema
         "threat": threat and {"malicious": False} | threat,
         "times": times | {"forecast": forecast and {"low": None, "high": None} | forecast},
     }
-    new = {"schema": SCHEMA, "plan": plan, "trials": trials, "metrics": plain(metrics)}
-    return old | later | new
+
+
+def _rescaled(plan: Table) -> Table:
+    """Schema 3 normalised in the table of the training."""
+    federation = convert(plan.get("federation", {}), Table, "result.plan.federation")
+    training = convert(federation.get("training", {}), Table, "result.plan.federation.training")
+    scale = {key: training[key] for key in ("mean", "std") if key in training}
+    return plan | {"federation": federation | {"record": scale}}
 
 
 def _trial_from_3(old: Table, path: str) -> Table:

@@ -3,6 +3,7 @@
     OUT/plan.json        the plan and its fingerprint
     OUT/trials/ID.json   one finished trial each
     OUT/images/ID/…      truths and guesses, and a sheet of both
+    OUT/prepared/KEY     what a long preparation of an attack keeps, to go on from
     OUT/result.json      everything, when the audit is done
 
 A trial counts once its JSON file is there; a killed audit therefore loses only the running trial.
@@ -18,7 +19,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ from leakgauge.audit.results import Result, Trial
 from leakgauge.audit.schema import check_trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError, PlanError
-from leakgauge.files import read_plain, write_json
+from leakgauge.files import read_plain, write_atomic, write_json
 
 LOCK = ".lock"
 
@@ -37,10 +38,10 @@ LOCK = ".lock"
 class Store:
     """The folder of one audit."""
 
-    def __init__(self, out: Path, fingerprint: str = ""):
+    def __init__(self, out: Path):
         self.out = out
-        self._fingerprint = fingerprint  # of the plan whose trials these are
-        self.images = out / "images"
+        self._fingerprint = ""  # of the plan whose trials these are
+        self.prepared = out / "prepared"
         self.result = out / "result.json"
         self._marker = out / "plan.json"
         self._content: Table | None = None  # of the marker, until it is written
@@ -75,7 +76,7 @@ class Store:
     def begin(self) -> None:
         """Make the folder ready, once."""
         if self._replace:
-            for part in ("trials", "images"):
+            for part in ("trials", "images", "prepared"):
                 shutil.rmtree(self.out / part, ignore_errors=True)
             self.result.unlink(missing_ok=True)
             self._replace = False
@@ -118,8 +119,11 @@ class Store:
             return None
         return loaded
 
-    def keep(self, trial: Trial) -> None:
+    def keep(self, trial: Trial, pictures: Iterable[tuple[str, bytes]] = ()) -> None:
+        """Write a trial after its pictures, which are named by their paths below the folder."""
         self.begin()
+        for name, content in pictures:
+            write_atomic(self.out / name, content)
         write_json(self._path(trial.id), plain(trial) | {"fingerprint": self._fingerprint})
 
     def finish(self, result: Result) -> None:

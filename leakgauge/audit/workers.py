@@ -1,185 +1,165 @@
-"""Trials in parallel processes, safe against any of them being killed.
+"""Trials in processes of this machine, safe against any of them being killed.
 
-Each worker holds its own copy of the plan, runs one case at a time and writes the trial to disk
-itself before it reports: what is reported is durable. A worker that dies is replaced and its case
-is tried once more; a worker whose parent died leaves at the next sign of progress.
-
-Workers are forked from a process that has imported the library and done nothing else (a fork
-server): `warm` starts it while the caller still does other things. They stay for further cases
-until `close`. Cases of one expensive round go to the worker that has played it.
+Each worker gets the plan by value and runs one case at a time. One whose parent died leaves at the
+next sign of progress. Workers are forked from a process that has imported the library and done
+nothing else (a fork server): `warm` starts it while the caller still does other things.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
-from leakgauge.audit.results import Trial
+import torch
+
+from leakgauge.audit.bench import Bench, Done, Progress
+from leakgauge.audit.cases import Case
+from leakgauge.audit.engine import PROGRESS_EVERY, Engine, Here, News, Tell
 from leakgauge.config import no_exit
-from leakgauge.errors import LeakGaugeError
+from leakgauge.errors import LeakGaugeError, PlanError
 
-Case = TypeVar("Case")
-Run = Callable[[Any, Callable[[int, int, float], None]], Trial]
-"""Runs one case with a progress callback and returns its trial."""
-
-TRIES = 2
-PROGRESS_EVERY = 0.2  # seconds between two progress messages of a worker
+T = TypeVar("T")
+Run: TypeAlias = Callable[[Case, Progress], Done]
+CONTEXT = multiprocessing.get_context("forkserver")
 
 
-@dataclass
-class _Worker(Generic[Case]):
-    process: BaseProcess
-    pipe: Connection
-    case: Case | None = None
-    key: object = None  # of the round it has played last
+def local(bench: Bench, jobs: int | None, say: Callable[[str], None]) -> Engine:
+    """This process, or as many others as were asked for; never more than there are cores."""
+    if jobs is None or jobs == 1:
+        return Here(bench)
+    return Processes(partial(_packed, bench), at_most(jobs, say))
+
+
+def at_most(jobs: int, say: Callable[[str], None]) -> int:
+    """As many workers as this machine has cores: more of them would only wait for each other."""
+    cores = os.cpu_count() or 1
+    if jobs > cores:
+        say(f"--jobs {jobs}: this machine has fewer cores; trials at a time: {cores}")
+    return min(jobs, cores)
+
+
+def _packed(bench: Bench) -> Callable[[], Run]:
+    """How a worker makes a bench like this one."""
+    try:
+        plan = pickle.dumps(bench.plan)
+    except Exception as error:  # pickling fails in a dozen ways
+        raise PlanError(
+            f"the plan cannot be sent to another process ({error}): write its classes and "
+            "functions at the top level of a module, or use one job"
+        ) from error
+    return partial(_unpacked, plan, bench.prepared)
+
+
+def _unpacked(plan: bytes, prepared: Path) -> Run:
+    bench = Bench(pickle.loads(plan), prepared)
+    torch.set_num_threads(bench.plan.document.audit.threads)
+    return bench.run
+
+
+def paced(send: Progress) -> Progress:
+    """Of many messages of progress those that somebody could read."""
+    last = 0.0
+
+    def progress(done: int, total: int, objective: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_EVERY:
+            last = time.monotonic()
+            send(done, total, objective)
+
+    return progress
+
+
+def attempt(make: Callable[[], T]) -> T | Exception:
+    """What it makes, or the error that ends the audit, as a value that can be sent."""
+    try:
+        with no_exit():  # the end of a worker would look like a kill
+            return make()
+    except LeakGaugeError as error:
+        return error
+    except Exception as error:  # not every error can be sent as it is
+        return RuntimeError(f"{type(error).__name__}: {error} in a worker")
 
 
 def _serve(prepare: Callable[[], Run], pipe: Connection) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    last = 0.0
-
-    def progress(done: int, total: int, objective: float) -> None:
-        nonlocal last
-        if time.monotonic() - last < PROGRESS_EVERY:
-            return
-        last = time.monotonic()
-        _send(pipe, ("progress", (done, total, objective)))
-
-    run: Run | None = None
-    while True:
+    progress = paced(lambda *step: _send(pipe, step))
+    run = attempt(prepare)
+    _send(pipe, run if isinstance(run, Exception) else "ready")
+    while not isinstance(run, Exception):
         try:
             case = pipe.recv()
         except EOFError:  # the parent is gone or done
             return
-        try:
-            with no_exit():  # its end would look like a kill
-                run = run or prepare()
-                trial = run(case, progress)
-            _send(pipe, ("trial", trial))
-        except LeakGaugeError as error:
-            _send(pipe, ("error", error))
-        except Exception as error:  # not every error can be sent as it is
-            _send(pipe, ("error", RuntimeError(f"{type(error).__name__}: {error} in a worker")))
+        _send(pipe, attempt(partial(run, case, progress)))
 
 
-def _send(pipe: Connection, message: tuple[str, Any]) -> None:
+def _send(pipe: Connection, message: Any) -> None:
     try:
         pipe.send(message)
     except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # nobody listens any more; what was finished is on disk
-
-
-CONTEXT = multiprocessing.get_context("forkserver")
+        os._exit(1)  # nobody listens any more
 
 
 def warm() -> None:
     """Start the process from which workers are forked; it imports the library by itself."""
-    CONTEXT.set_forkserver_preload(["leakgauge.audit.run"])
+    CONTEXT.set_forkserver_preload(["leakgauge.audit.workers"])
     forkserver.ensure_running()
 
 
-def next_of(
-    waiting: list[Case], shares: Callable[[Case], object], own: object, others: set[object]
-) -> Case:
-    """The first case of the round that a worker has played itself, else the first of a round that
-    no other worker is at, else the first."""
-    mine = (case for case in waiting if own is not None and shares(case) == own)
-    free = (case for case in waiting if shares(case) not in others)
-    return next(chain(mine, free, waiting))
+class Processes:
+    """Worker processes, each prepared once by what `pack` makes for it."""
 
-
-class Workers(Generic[Case]):
-    """Processes that run cases; each is prepared once, by its first case."""
-
-    def __init__(self, prepare: Callable[[], Run], jobs: int):
-        self._prepare, self._jobs = prepare, jobs
-        self._idle: list[_Worker[Case]] = []
-        self._busy: list[_Worker[Case]] = []
+    def __init__(self, pack: Callable[[], Callable[[], Run]], width: int):
+        self.width = width
+        self._pack = pack
+        self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._started = 0
         warm()
 
-    def close(self) -> None:
-        for worker in (*self._idle, *self._busy):
-            worker.process.kill()
-            worker.pipe.close()
-        self._idle, self._busy = [], []
-
-    def run(
-        self,
-        cases: list[Case],
-        *,
-        may_start: Callable[[Case], bool],
-        on_start: Callable[[Case], None],
-        on_progress: Callable[[Case, int, int, float], None],
-        shares: Callable[[Case], object] = lambda case: None,
-    ) -> Iterator[tuple[Case, Trial | None]]:
-        """Yield each case with its trial as it ends, or with None if its worker died twice.
-
-        `may_start` is asked before each case; once it says no, that case is skipped. Cases with
-        the same key by `shares` (not None) are cheaper in one worker, one after the other.
-        """
-        waiting = list(cases)
-        tries: dict[Case, int] = {}
-
-        def feed(worker: _Worker[Case]) -> None:
-            while waiting:
-                others = {one.key for one in self._busy} - {None}
-                case = next_of(waiting, shares, worker.key, others)
-                waiting.remove(case)
-                if may_start(case):
-                    worker.case, worker.key = case, shares(case)
-                    tries[case] = tries.get(case, 0) + 1
-                    on_start(case)
-                    self._busy.append(worker)
-                    worker.pipe.send(case)
-                    return
-            self._idle.append(worker)
-
-        while len(self._idle) < min(self._jobs, len(cases)):
-            self._idle.append(self._start())
-        ready, self._idle = self._idle, []
-        for worker in ready:
-            feed(worker)
-        try:
-            while self._busy:
-                for pipe in wait([worker.pipe for worker in self._busy]):
-                    worker = next(w for w in self._busy if w.pipe is pipe)
-                    case = worker.case
-                    assert case is not None
-                    try:
-                        kind, content = worker.pipe.recv()
-                    except (EOFError, ConnectionResetError):  # the worker was killed
-                        self._busy.remove(worker)
-                        if tries[case] < TRIES:
-                            waiting.insert(0, case)
-                        else:
-                            yield case, None
-                        feed(self._start())
-                        continue
-                    if kind == "progress":
-                        on_progress(case, *content)
-                        continue
-                    if kind == "error":
-                        raise content
-                    self._busy.remove(worker)
-                    feed(worker)  # before the caller does anything else
-                    yield case, content
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self) -> _Worker[Case]:
+    def start(self) -> int:
         ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_serve, args=(self._prepare, theirs), daemon=True)
+        process = CONTEXT.Process(target=_serve, args=(self._pack(), theirs), daemon=True)
         process.start()
         theirs.close()
-        return _Worker(process, ours)
+        self._started += 1
+        self._workers[self._started] = (process, ours)
+        return self._started
+
+    def give(self, worker: int, case: Case) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # `news` will say that it died
+            self._workers[worker][1].send(case)
+
+    def news(self, tell: Tell) -> Iterable[tuple[int, News]]:
+        of = {pipe: worker for worker, (_, pipe) in self._workers.items()}
+        for pipe in wait(list(of)):
+            assert isinstance(pipe, Connection)
+            try:
+                message = pipe.recv()
+            except (EOFError, ConnectionResetError):  # the worker was killed
+                del self._workers[of[pipe]]
+                yield of[pipe], "died"
+                continue
+            if isinstance(message, Exception):
+                raise message
+            if isinstance(message, tuple):
+                tell(of[pipe], *message)
+            else:
+                yield of[pipe], message
+
+    def close(self) -> None:
+        for process, pipe in self._workers.values():
+            process.kill()
+            pipe.close()
+        self._workers.clear()

@@ -80,7 +80,7 @@ def _images(name: str, images: Tensor) -> Tensor:
         raise DataError(
             f"{name}: float images must be finite and in [0, 1], got values from {low:g} to "
             f"{high:g}; scale them first (bytes: divide by 255) and leave the subtraction of a "
-            "mean to the plan's `training.mean` and `training.std`."
+            "mean to `mean` and `std` in the plan's table [federation.record]."
         )
     return images
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from leakgauge.data._options import as_path
-from leakgauge.data.fetch import by_hand
+from leakgauge.data._remotes import by_hand
 from leakgauge.errors import DataError
 
 VARIABLE = "LEAKGAUGE_DATA"

@@ -17,23 +17,27 @@ from typing import Literal
 
 import torch
 
+from leakgauge.ranges import POSITIVE, option
 from leakgauge.tensors import norm as length
 from leakgauge.tensors import scale
-from leakgauge.types import Named
+from leakgauge.types import Here, Named
 
 
 @dataclass(frozen=True)
 class Clip:
     """Limits the length of the update."""
 
-    norm: float = 1.0
+    norm: float = option(1.0, POSITIVE)
     scope: Literal["whole", "layer"] = "whole"
 
     def __post_init__(self) -> None:
         if not 0 < self.norm < math.inf:
             raise ValueError(f"norm must be positive and finite, got {self.norm}")
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"norm": self.norm, "scope": self.scope}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         if self.scope == "whole":
             return clipped(update, self.norm)
         parts = [clipped({name: value}, self.norm) for name, value in update.items()]

@@ -19,23 +19,41 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from leakgauge.defences.clip import clipped
-from leakgauge.types import Named
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, Range, option
+from leakgauge.types import Here, Named
+
+PAPER = Paper(
+    "balle2018",
+    "Balle, Borja and Wang, Yu-Xiang",
+    "Improving the {Gaussian} Mechanism for Differential Privacy: Analytical Calibration and "
+    "Optimal Denoising",
+    2018,
+    "35th International Conference on Machine Learning",
+    "https://proceedings.mlr.press/v80/balle18a.html",
+    fields=(
+        ("series", "Proceedings of Machine Learning Research"),
+        ("volume", "80"),
+        ("pages", "394--403"),
+    ),
+)
 
 
 @dataclass(frozen=True)
 class ClipAndNoise:
     """Limits the update and adds noise for a chosen (ε, δ)."""
 
-    epsilon: float = 100.0
-    delta: float = 1e-5
-    norm: float = 1.0
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    epsilon: float = option(100.0, POSITIVE)
+    delta: float = option(1e-5, Range(0, 1, open=True))
+    norm: float = option(1.0, POSITIVE)
     calibration: Literal["exact", "papers"] = "exact"
 
     def __post_init__(self) -> None:
@@ -45,7 +63,10 @@ class ClipAndNoise:
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, got {self.delta}")
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"norm": self.norm, "sigma": self.sigma()}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         spread = self.sigma() * self.norm
         return {
             name: value + spread * torch.randn(value.shape, generator=rng, dtype=value.dtype)

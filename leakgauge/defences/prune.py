@@ -8,26 +8,41 @@ update.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from leakgauge.types import Named
+from leakgauge.papers import Paper
+from leakgauge.ranges import SHARE, option
+from leakgauge.types import Here, Named
+
+PAPER = Paper(
+    "lin2018",
+    "Lin, Yujun and Han, Song and Mao, Huizi and Wang, Yu and Dally, William J.",
+    "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
+    2018,
+    "International Conference on Learning Representations",
+    "https://openreview.net/forum?id=SkhQHMW0W",
+)
 
 
 @dataclass(frozen=True)
 class Prune:
     """Sends only the largest entries of the update."""
 
-    share: float = 0.9
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    share: float = option(0.9, SHARE)
     scope: Literal["layer", "whole"] = "layer"
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise ValueError(f"share must lie in [0, 1), got {self.share}")
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"share": self.share, "scope": self.scope}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         if self.scope == "layer":
             return {n: v * largest(v.flatten(), self.share).view_as(v) for n, v in update.items()}
         keep = largest(torch.cat([v.flatten() for v in update.values()]), self.share)

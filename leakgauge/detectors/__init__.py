@@ -4,11 +4,12 @@ A detector has its thresholds as fields, each named as its test (`duplicate_rows
 "duplicate-rows"), or `threshold` where there is one test only.
 """
 
+from leakgauge.detectors._isolation import Isolation
 from leakgauge.detectors.continuity import Continuity
 from leakgauge.detectors.dsnr import DSNR
 from leakgauge.detectors.first_conv import FirstConv
 from leakgauge.detectors.head_invariant import HeadInvariant
-from leakgauge.detectors.probe import Isolation, Probe, isolation
+from leakgauge.detectors.probe import Probe, isolation
 from leakgauge.detectors.replay import Replay
 from leakgauge.detectors.structure import Structure
 from leakgauge.detectors.warm_up import WarmUp, snapshots

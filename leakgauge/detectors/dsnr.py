@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from leakgauge.detectors._layers import chosen, prepared, worst
-from leakgauge.detectors.probe import dominance
-from leakgauge.fl.local import loss
+from leakgauge.detectors._slots import dominance
+from leakgauge.fl.local import outputs
 from leakgauge.types import Batch, Detection, LocalTraining, Received
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -64,11 +64,9 @@ def norms(model: nn.Module, batch: Batch, training: LocalTraining) -> dict[str, 
     weights = {n: p.requires_grad_() for n, p in model.named_parameters() if id(p) in ids}
     if not weights:
         return {}
-    outputs: list[Tensor] = []
-    model.register_forward_hook(lambda module, args, left: outputs.append(left))
     with torch.enable_grad():
-        loss(model, {}, batch.inputs, batch.labels, training)
-        losses = cross_entropy(outputs[-1], batch.labels, reduction="none")
+        said = outputs(model, {}, batch.inputs, training)
+        losses = cross_entropy(said, batch.labels, reduction="none")
     sizes: dict[str, list[Tensor]] = {name: [] for name in weights}
     for one in losses:
         gradients = torch.autograd.grad(

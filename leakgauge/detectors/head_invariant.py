@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.detectors._layers import wide, worst
-from leakgauge.detectors.probe import head
+from leakgauge.detectors._passes import head
 from leakgauge.types import Detection, Received
 
 

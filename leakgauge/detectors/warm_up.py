@@ -33,10 +33,11 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.detectors._layers import fitted, prepared, wide, worst
-from leakgauge.fl.local import advance, loss, start
+from leakgauge.fl.local import advance, outputs, start
 from leakgauge.types import Batch, Detection, LocalTraining, Received
 
 Snapshot: TypeAlias = Mapping[str, tuple[float, float, float]]
@@ -122,7 +123,8 @@ def snapshots(model: nn.Module, batch: Batch, training: LocalTraining) -> tuple[
         weights = [w.detach().requires_grad_() for w in state.weights]
         values |= dict(zip(names, weights, strict=True))
         with torch.enable_grad():
-            objective = loss(model, values, records.inputs, records.labels, plain, step)
+            said = outputs(model, values, records.inputs, plain, step)
+            objective = cross_entropy(said, records.labels)
         tensors = {n: values[n] for n in watched} | {f"{n} (output)": t for n, t in left.items()}
         taken.append({n: _profile(t) for n, t in tensors.items()})
         if step < STEPS and weights:

@@ -10,8 +10,25 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from leakgauge.errors import InputError
+from leakgauge.fl.local import Trained
+from leakgauge.papers import Paper
 from leakgauge.tensors import weighted_mean
 from leakgauge.types import Named
+
+PAPER = Paper(
+    "mcmahan2017",
+    "McMahan, Brendan and Moore, Eider and Ramage, Daniel and Hampson, Seth and {Agüera y Arcas},"
+    " Blaise",
+    "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+    2017,
+    "20th International Conference on Artificial Intelligence and Statistics",
+    "https://proceedings.mlr.press/v54/mcmahan17a.html",
+    fields=(
+        ("series", "Proceedings of Machine Learning Research"),
+        ("volume", "54"),
+        ("pages", "1273--1282"),
+    ),
+)
 
 Weighting: TypeAlias = Literal["records", "equal"]
 
@@ -28,3 +45,12 @@ def step(before: Named, updates: Sequence[Named], shares: Sequence[float], lr: f
     """The global parameters after the round: before − lr · weighted mean of the updates."""
     mean = weighted_mean(updates, shares)
     return {name: value - lr * mean[name] for name, value in before.items()}
+
+
+def merge(
+    before: Named, trained: Sequence[Trained], shares: Sequence[float], lr: float
+) -> tuple[Named, Named]:
+    """The global parameters after the round, and the mean of the clients' buffers (batch-norm
+    statistics), which the next global model has."""
+    floats = [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained]
+    return step(before, [t.update for t in trained], shares, lr), weighted_mean(floats, shares)

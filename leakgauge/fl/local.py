@@ -13,22 +13,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.errors import InputError
-from leakgauge.tensors import parameters, subtract
+from leakgauge.tensors import parameters, spawned, subtract
 from leakgauge.types import (
     Batch,
     BatchDefence,
     Defence,
     GradientDefence,
+    Here,
     LocalTraining,
+    Memory,
     Named,
+    Setting,
     UpdateDefence,
 )
 
@@ -44,22 +46,19 @@ def ready(model: nn.Module, training: LocalTraining) -> nn.Module:
 
 
 def loss(
-    model: nn.Module,
+    setting: Setting,
     values: Mapping[str, Tensor],
     inputs: Tensor,
     labels: Tensor,
     training: LocalTraining,
     step: int = 0,
 ) -> Tensor:
-    """Mean cross-entropy of a `ready` model with parameters (and buffers) `values`.
-
-    `labels` are classes (N,) or probabilities (N, C).
-    """
-    return F.cross_entropy(logits(model, values, inputs, training, step), labels)
+    """The task's mean loss of a `ready` model with parameters (and buffers) `values`."""
+    return setting.task.loss(logits(setting, values, inputs, training, step), labels)
 
 
 def attempt(
-    model: nn.Module,
+    setting: Setting,
     values: Mapping[str, Tensor],
     inputs: Tensor,
     labels: Tensor,
@@ -70,7 +69,7 @@ def attempt(
     the user's: whatever its forward raises becomes an InputError."""
     where = f"the model, in local training on a batch of {len(inputs)}"
     try:
-        out: object = logits(model, values, inputs, training, step)
+        out = logits(setting, values, inputs, training, step)
     except (Exception, SystemExit) as error:
         hint = ""
         if "more than 1 value per channel" in str(error):  # PyTorch's own words
@@ -79,56 +78,36 @@ def attempt(
                 'so that no batch has a single record, or set batch_norm = "eval".'
             )
         raise InputError(f"{where}, failed ({type(error).__name__}: {error}).{hint}") from error
-    if not isinstance(out, Tensor):
-        raise InputError(
-            f"{where}, gave a {type(out).__name__}. Expected logits, a tensor (records, classes): "
-            "let forward return them alone."
-        )
-    most = int(labels.max()) + 1
-    if out.dim() != 2 or len(out) != len(inputs) or out.shape[1] < most:
-        raise InputError(
-            f"{where}, gave a tensor {tuple(out.shape)}. Expected logits ({len(inputs)}, classes) "
-            f"for at least {most} classes."
-        )
-    if not out.requires_grad:
+    if not setting.task.check(out, labels, where).requires_grad:
         raise InputError(
             f"{where}, gave logits of which no trained parameter has a gradient. Leave detach() "
             "and no_grad() out of its forward, at least behind a trained layer."
         )
-    return F.cross_entropy(out, labels)
+    return setting.task.loss(out, labels)
 
 
 def logits(
-    model: nn.Module,
+    setting: Setting,
     values: Mapping[str, Tensor],
     inputs: Tensor,
     training: LocalTraining,
     step: int = 0,
 ) -> Tensor:
-    """What a `ready` model with parameters (and buffers) `values` says of images."""
-    entering = normalised(inputs, training)
-    with _dropout(training, step, inputs.device):
+    """What a `ready` model with parameters (and buffers) `values` says of records."""
+    return outputs(setting.model, values, setting.record.entering(inputs), training, step)
+
+
+def outputs(
+    model: nn.Module,
+    values: Mapping[str, Tensor],
+    entering: Tensor,
+    training: LocalTraining,
+    step: int = 0,
+) -> Tensor:
+    """What it says of what enters it."""
+    with _dropout(training, step, entering.device):
         out: Tensor = torch.func.functional_call(model, dict(values), (entering,))
     return out
-
-
-def normalised(images: Tensor, training: LocalTraining) -> Tensor:
-    """What the model sees of images in [0, 1]. Whole numbers are tokens, and stay as they are."""
-    if not images.is_floating_point():
-        return images
-    mean, std = _scale(images, training)
-    return (images - mean) / std
-
-
-def unnormalised(entering: Tensor, training: LocalTraining) -> Tensor:
-    """The images of which the model sees this."""
-    mean, std = _scale(entering, training)
-    return entering * std + mean
-
-
-def _scale(images: Tensor, training: LocalTraining) -> tuple[Tensor, Tensor]:
-    mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (training.mean, training.std))
-    return mean, std
 
 
 def _dropout(
@@ -266,27 +245,34 @@ class Trained:
 
 
 def train(
-    model: nn.Module,
+    setting: Setting,
     batch: Batch,
     training: LocalTraining,
     rng: torch.Generator,
     defence: Defence | None = None,
+    *,
+    round_: int = 0,
+    client: int = 0,
+    memory: Memory | None = None,
 ) -> Trained:
-    """Run local training on a client's records; the model itself is left untouched."""
+    """Run local training on a client's records; the model itself is left untouched. The defence
+    draws from a generator of its own, and may change `memory`."""
+    here = Here(setting, round_, memory={} if memory is None else memory)
+    own = spawned(rng, f"defence/{round_}/{client}")
     if isinstance(defence, BatchDefence):
-        batch = defence.on_batch(batch, rng)
-    before = parameters(model)
+        batch = defence.on_batch(batch, here, own)
+    before = parameters(setting.model)
     if not before:
         raise InputError("the model has no trainable parameter: a client would send no update")
-    model = ready(model, training)
+    live = replace(setting, model=ready(setting.model, training))
     names = list(before)
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    buffers = {name: b.clone() for name, b in live.model.named_buffers()}
     state = start(list(before.values()), training)
     for step, chosen in enumerate(minibatches(len(batch), training, rng)):
         weights = [w.detach().requires_grad_() for w in state.weights]
         values = dict(zip(names, weights, strict=True)) | buffers
         objective = attempt(
-            model, values, batch.inputs[chosen], batch.labels[chosen], training, step
+            live, values, batch.inputs[chosen], batch.labels[chosen], training, step
         )
         gradient: Sequence[Tensor] = torch.autograd.grad(
             objective,
@@ -294,7 +280,8 @@ def train(
             materialize_grads=True,  # a parameter the loss does not use stays
         )
         if isinstance(defence, GradientDefence):
-            shielded = defence.on_gradient(dict(zip(names, gradient, strict=True)), rng)
+            named = dict(zip(names, gradient, strict=True))
+            shielded = defence.on_gradient(named, replace(here, step=step), own)
             gradient = [shielded[name] for name in names]
         with torch.no_grad():
             state = advance(state, gradient, training)
@@ -303,5 +290,5 @@ def train(
     else:
         update = dict(zip(names, state.moved, strict=True))
     if isinstance(defence, UpdateDefence):
-        update = defence.on_update(update, rng)
+        update = defence.on_update(update, here, own)
     return Trained({n: u.detach() for n, u in update.items()}, buffers)

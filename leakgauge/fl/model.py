@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from leakgauge.errors import InputError
+from leakgauge.records import AS_THEY_ARE, Classes, Scale, record_of
+from leakgauge.types import Batch, Setting
 
 
 def plain(made: object, what: str) -> nn.Module:
@@ -62,3 +64,16 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if (bare := _unwrapped(child)) is not child:
             model.register_module(name, bare)
     return model
+
+
+def setting(
+    model: nn.Module,
+    records: Batch | Tensor | tuple[int, ...],
+    classes: int,
+    scale: Scale = AS_THEY_ARE,
+) -> Setting:
+    """The model with records of this kind: those of a batch, or floats of a shape."""
+    inputs = records.inputs if isinstance(records, Batch) else records
+    if isinstance(inputs, tuple):
+        inputs = torch.empty(0, *inputs)
+    return Setting(model, record_of(inputs, scale), Classes(classes))

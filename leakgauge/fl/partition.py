@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.errors import InputError
+from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.types import Dataset
 
 
@@ -37,7 +38,7 @@ class LabelSkew:
     A class is shared out evenly among the clients that hold it.
     """
 
-    classes: int = 2
+    classes: int = option(2, count(1_000_000))
 
     def __post_init__(self) -> None:
         if self.classes < 1:
@@ -68,8 +69,8 @@ class LabelSkew:
 class QuantitySkew:
     """Client sizes rise evenly from `smallest` to `largest` records."""
 
-    smallest: int = 50
-    largest: int = 250
+    smallest: int = option(50, count(100_000_000))
+    largest: int = option(250, count(100_000_000))
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:
@@ -95,7 +96,7 @@ class FeatureSkew:
     from group k mod `groups` (group 0 holds the simplest images).
     """
 
-    groups: int = 5
+    groups: int = option(5, count(1_000_000))
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -122,7 +123,7 @@ class Dirichlet:
     A small alpha is a strong skew.
     """
 
-    alpha: float = 0.5
+    alpha: float = option(0.5, POSITIVE)
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < math.inf:

@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from leakgauge.errors import InputError
 from leakgauge.fl import aggregate
 from leakgauge.fl.local import attempt, minibatches, ready, train
-from leakgauge.fl.model import plain
+from leakgauge.fl.model import plain, setting
 from leakgauge.fl.partition import Iid, Partition
-from leakgauge.tensors import check_like, parameters, weighted_mean
+from leakgauge.records import AS_THEY_ARE, Scale
+from leakgauge.tensors import check_like, parameters
 from leakgauge.types import (
     Batch,
     Dataset,
     Defence,
+    Exchange,
     LocalTraining,
+    Memory,
+    Named,
+    Preparation,
     Round,
-    Tampered,
+    Setting,
     Target,
 )
 
@@ -34,7 +39,7 @@ class Scenario:
     `make_model()` takes no argument and returns the global model of round 0; torch's global
     generator is seeded for it. Each round, `participants` of the `clients` train on `records` of
     their own records (default: one batch; "all": their whole share, whose size then weighs in the
-    aggregate). `rounds` honest rounds come before the attacked one.
+    aggregate). `rounds` honest rounds come before the attacked one. `scale` normalises the records.
     """
 
     make_model: Callable[[], nn.Module]
@@ -48,6 +53,11 @@ class Scenario:
     weighting: aggregate.Weighting = "records"
     partition: Partition = field(default_factory=Iid)
     defence: Defence | None = None
+    scale: Scale = AS_THEY_ARE
+
+    def setting(self, model: nn.Module) -> Setting:
+        """This model, with the records and the task of the federation."""
+        return setting(model, self.data.inputs, len(self.data.classes), self.scale)
 
 
 def simulate(
@@ -67,53 +77,63 @@ def simulate(
                 f"{records}: use fewer clients, a smaller batch or another partition"
             )
         _check_reach(records, scenario.training)
+    memory: list[Memory] = [{} for _ in shards]
     for index in range(scenario.rounds):
-        played, buffers = _play(scenario, model, shards, index, rng)
+        played, buffers = _play(scenario, model, shards, memory, index, rng)
         model.load_state_dict(played.after | buffers, strict=False)
         if progress:
             progress(index + 1, scenario.rounds)
-    return _play(scenario, model, shards, scenario.rounds, rng)[0]
+    return _play(scenario, model, shards, memory, scenario.rounds, rng)[0]
 
 
-def target(round_: Round, public: Dataset | None = None, victims: Sequence[int] = (0,)) -> Target:
-    """What a malicious server holds before this round. Nothing in it comes from a client but the
+def target(
+    exchange: Exchange, public: Dataset | None = None, victims: Sequence[int] = (0,)
+) -> Target:
+    """What an attacker can prepare for before this round. Nothing in it comes from a client but the
     number of records, of those `victims` whose update it will read: one client, or all of them
     behind an aggregate, whose training then looks like that of one client with all batches."""
-    training = round_.training
+    training = exchange.training
     return Target(
-        model=copy.deepcopy(round_.model),
-        shape=round_.shape,
-        classes=round_.classes,
+        setting=replace(exchange.setting, model=copy.deepcopy(exchange.model)),
         training=replace(training, batch_size=training.batch_size * len(victims)),
-        records=sum(round_.sizes[k] for k in victims),
-        clients=len(round_.truths),
+        records=sum(exchange.sizes[k] for k in victims),
+        clients=len(exchange.updates),
         public=public,
     )
 
 
-def tampered(round_: Round, sent: Tampered, rng: torch.Generator, victim: int = 0) -> Round:
-    """The same round, had the server sent `sent`: the same clients, records, training, defence and
-    server. Its `model` is the one that the `victim` got."""
+def tampered(round_: Round, made: Preparation, rng: torch.Generator) -> Round:
+    """The same round, had the server sent the models of this preparation: the same clients,
+    records, training, defence and server."""
     clients = len(round_.truths)
-    models = sent.models * clients if len(sent.models) == 1 else sent.models
-    if len(models) != clients:
+    sent = made.models * clients if len(made.models) == 1 else made.models
+    if len(sent) != clients:
         raise InputError(
-            f"the attack made {len(models)} models for {clients} clients: expected one, or one each"
+            f"the attack made {len(sent)} models for {clients} clients: expected one, or one each"
         )
+    memory = copy.deepcopy(round_.memory) or tuple({} for _ in sent)
+    return _trained(replace(round_, sent=sent), memory, rng)[0]
+
+
+def _trained(planned: Round, memory: Sequence[Memory], rng: torch.Generator) -> tuple[Round, Named]:
+    """One round of federated averaging on given truths: every client trains on the model sent to
+    it and changes its memory, the server takes the weighted mean. Also the buffers (batch-norm
+    statistics) of the next global model."""
+    clients = range(len(planned.truths))
+    sent = planned.sent or (planned.model,) * len(clients)
     trained = [
-        train(model, truth, round_.training, rng, round_.defence)
-        for model, truth in zip(models, round_.truths, strict=True)
-    ]
+        train(
+            replace(planned.setting, model=sent[k]), planned.truths[k], planned.training, rng,
+            planned.defence, round_=planned.index, client=k, memory=memory[k],
+        )
+        for k in clients
+    ]  # fmt: skip
+    before = parameters(sent[0])
+    for k, one in enumerate(trained):
+        check_like(one.update, before.items(), f"round {planned.index}, client {k}: its update")
+    after, buffers = aggregate.merge(before, trained, planned.weights, planned.server_lr)
     updates = tuple(one.update for one in trained)
-    model = models[victim]
-    after = aggregate.step(parameters(model), updates, round_.weights, round_.server_lr)
-    return replace(
-        round_,
-        model=copy.deepcopy(model),
-        updates=updates,
-        after=after,
-        secret=sent.secret,
-    )
+    return replace(planned, updates=updates, after=after), buffers
 
 
 def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
@@ -141,9 +161,9 @@ def _try_out(model: nn.Module, scenario: Scenario) -> None:
                 f"make_model() gave a model whose lazy {name!r} has no size yet: call the model on "
                 "a batch of images once before you return it"
             )
-    live = ready(model, training)
+    live = scenario.setting(ready(model, training))
     values = {name: p.requires_grad_() for name, p in parameters(model).items()}
-    attempt(live, values | dict(live.named_buffers()), blank, labels, training)
+    attempt(live, values | dict(live.model.named_buffers()), blank, labels, training)
 
 
 def _records(scenario: Scenario, held: int) -> int:
@@ -185,40 +205,34 @@ def _play(
     scenario: Scenario,
     model: nn.Module,
     shards: list[Tensor],
+    memory: list[Memory],
     index: int,
     rng: torch.Generator,
-) -> tuple[Round, dict[str, Tensor]]:
-    """One round, and the buffers (batch-norm statistics) of the next global model."""
+) -> tuple[Round, Named]:
+    """One round, and the buffers of the next global model."""
     data = scenario.data
     chosen = torch.randperm(len(shards), generator=rng)[: scenario.participants or len(shards)]
+    clients = chosen.sort().values.tolist()
     truths = []
-    for k in chosen.sort().values.tolist():
+    for k in clients:
         shard = shards[k]
         records = _records(scenario, len(shard))
         picked = shard[torch.randperm(len(shard), generator=rng)[:records]]
         truths.append(Batch(data.inputs[picked], data.labels[picked]))
-    trained = [train(model, truth, scenario.training, rng, scenario.defence) for truth in truths]
-    for k, one in enumerate(trained):
-        check_like(one.update, parameters(model).items(), f"round {index}, client {k}: its update")
     sizes = tuple(len(truth) for truth in truths)
-    shares = aggregate.weights(sizes, scenario.weighting)
-    updates = tuple(one.update for one in trained)
-    after = aggregate.step(parameters(model), updates, shares, scenario.server_lr)
-    means = weighted_mean(
-        [{n: b for n, b in one.buffers.items() if b.is_floating_point()} for one in trained], shares
-    )
-    channels, height, width = (1, 1, *data.inputs.shape[1:])[-3:]  # (1, 1, T) of texts (N, T)
-    return Round(
-        model=copy.deepcopy(model),
-        truths=tuple(truths),
-        updates=updates,
-        weights=shares,
-        after=after,
+    own = [memory[k] for k in clients]
+    planned = Round(
+        setting=scenario.setting(copy.deepcopy(model)),
+        updates=(),
+        weights=aggregate.weights(sizes, scenario.weighting),
+        after={},
         training=scenario.training,
         sizes=sizes,
-        shape=(channels, height, width),
-        classes=len(data.classes),
         index=index,
         server_lr=scenario.server_lr,
+        announced=scenario.defence.announced() if scenario.defence else None,
+        truths=tuple(truths),
         defence=scenario.defence,
-    ), means
+        memory=copy.deepcopy(tuple(own)),
+    )
+    return _trained(planned, own, rng)

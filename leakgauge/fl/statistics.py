@@ -6,17 +6,17 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from leakgauge.fl.local import _dropout, normalised
-from leakgauge.types import LocalTraining, Statistics
+from leakgauge.fl.local import _dropout
+from leakgauge.types import LocalTraining, Setting, Statistics
 
 
-def batch_statistics(model: nn.Module, inputs: Tensor, training: LocalTraining) -> Statistics:
+def batch_statistics(setting: Setting, inputs: Tensor, training: LocalTraining) -> Statistics:
     """Mean and variance by channel of what enters each batch-norm layer of a `ready` model, keyed
     by the layer's name. Differentiable by the inputs. In train mode the model's running statistics
     move, as always: hand in a copy. Of a layer that runs twice the last run counts."""
     found: Statistics = {}
     hooks = []
-    for name, module in model.named_modules():
+    for name, module in setting.model.named_modules():
         if isinstance(module, _BatchNorm):
 
             def note(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
@@ -26,7 +26,7 @@ def batch_statistics(model: nn.Module, inputs: Tensor, training: LocalTraining) 
             hooks.append(module.register_forward_pre_hook(note))
     try:
         with _dropout(training, 0, inputs.device):  # the masks of the first local step
-            model(normalised(inputs, training))
+            setting.model(setting.record.entering(inputs))
     finally:
         for hook in hooks:
             hook.remove()

@@ -20,9 +20,12 @@ from torch import nn
 from leakgauge.errors import InputError
 from leakgauge.fl import aggregate
 from leakgauge.fl.local import train
-from leakgauge.guard.guard import Guard, Verdict
+from leakgauge.fl.model import setting
+from leakgauge.guard.guard import Guard
 from leakgauge.guard.policy import TESTS, Policy
-from leakgauge.tensors import parameters, subtract, weighted_mean
+from leakgauge.guard.verdict import Verdict
+from leakgauge.records import AS_THEY_ARE, Scale
+from leakgauge.tensors import parameters, subtract
 from leakgauge.types import Batch, Dataset, LocalTraining
 
 SEEDS = 3
@@ -36,6 +39,7 @@ def calibrate(
     data: Dataset,
     training: LocalTraining,
     policy: Policy | None = None,
+    scale: Scale = AS_THEY_ARE,
 ) -> tuple[Policy, list[str]]:
     """The policy with thresholds raised where honest training needs it, and what was raised."""
     policy = policy or Policy()
@@ -43,7 +47,7 @@ def calibrate(
     least: dict[str, float] = {}
     checks = 0
     for seed in range(SEEDS):
-        for verdict in _simulate(make_model, data, training, policy, seed):
+        for verdict in _simulate(make_model, data, training, policy, scale, seed):
             checks += 1
             for one in verdict.detections:
                 if one.means != "report" and one.test in TESTS:
@@ -71,6 +75,7 @@ def _simulate(
     data: Dataset,
     training: LocalTraining,
     policy: Policy,
+    scale: Scale,
     seed: int,
 ) -> list[Verdict]:
     """The checks of one honest simulation, which goes on whatever they find."""
@@ -83,12 +88,13 @@ def _simulate(
         )
     shards = torch.randperm(len(data), generator=rng).tensor_split(CLIENTS)
     guards = [
-        Guard(make_model, training, policy=policy, secret=f"{seed}/{k}".encode())
+        Guard(make_model, training, scale=scale, policy=policy, secret=f"{seed}/{k}".encode())
         for k in range(len(shards))
     ]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1 + seed)  # the guard's own network has another seed
         model = copy.deepcopy(make_model())
+    own = setting(model, data.inputs, len(data.classes), scale)
     verdicts = []
     for index in range(ROUNDS):
         trained = []
@@ -96,15 +102,14 @@ def _simulate(
             order = shard[torch.randperm(len(shard), generator=rng)]
             batch = Batch(data.inputs[order], data.labels[order])
             verdicts.append(guard.check(model.state_dict(), batch, first=not index))
-            local = train(model, batch, training, rng)
+            local = train(own, batch, training, rng)
             tolerated = _tolerated(guard, verdicts[-1], model, batch, not index)
             guard.remember(tolerated, subtract(parameters(model), local.update) | local.buffers)
             guard.policy = policy
             trained.append(local)
         shares = aggregate.weights([len(shard) for shard in shards], "records")
-        after = aggregate.step(parameters(model), [t.update for t in trained], shares, 1.0)
-        buffers = [{n: b for n, b in t.buffers.items() if b.is_floating_point()} for t in trained]
-        model.load_state_dict(after | weighted_mean(buffers, shares), strict=False)
+        after, buffers = aggregate.merge(parameters(model), trained, shares, 1.0)
+        model.load_state_dict(after | buffers, strict=False)
     return verdicts
 
 

@@ -27,93 +27,30 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from leakgauge._version import __version__
 from leakgauge.detectors import fires, snapshots
+from leakgauge.detectors._isolation import CROWD
 from leakgauge.detectors._layers import digest, drawn
-from leakgauge.detectors.probe import CROWD
 from leakgauge.errors import InputError, LeakGaugeError
-from leakgauge.fl.local import logits, ready
+from leakgauge.fl.local import outputs, ready
 from leakgauge.guard import policy as policies
 from leakgauge.guard import store as stores
 from leakgauge.guard.policy import MEMORY, STRUCTURE, Policy
+from leakgauge.guard.verdict import Decision, Verdict
+from leakgauge.records import AS_THEY_ARE, Scale, record_of
 from leakgauge.types import Batch, Detection, Detector, History, LocalTraining, Named, Received
 
-Decision: TypeAlias = Literal["ACCEPT", "EXPOSED", "INCONCLUSIVE", "REJECT"]
 SEED = 0  # of the client's own network
 LOOKED_AT = 512  # records at most; the tests take what they need of them
 ANCHORED = 20  # rounds after which the older model that drift is measured from is a new one
 logger = logging.getLogger("leakgauge.guard")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the guard found, test by test.
-
-    `train` says whether the policy lets the client train on this model. `missing` names what the
-    policy requires and was not there, `untested` what could not be tested and why. `exposure` is
-    what an honest-but-curious reader of the update could take from the probed records; None when no
-    probe was made. `override` is the operator's reason for a restart, and `excused` the tests that
-    had fired. `round` is this round by the client's own count; `model` and `policy` are digests.
-    """
-
-    decision: Decision
-    train: bool
-    detections: tuple[Detection, ...]
-    untested: Mapping[str, str] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
-    exposure: str | None = None
-    rounds: int = 0  # accepted before, with which it was compared
-    round: int = 1
-    model: str | None = None  # None when it does not fit the network
-    policy: str | None = None
-    override: str | None = None
-    excused: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-    @property
-    def fired(self) -> tuple[Detection, ...]:
-        """The detections that decided, gravest first."""
-        bad = [d for d in self.detections if fires(d) and d.means != "report"]
-        return tuple(sorted(bad, key=lambda d: d.means != "reject"))
-
-    def __str__(self) -> str:
-        if self.fired and self.decision != "INCONCLUSIVE":
-            return f"{self.decision}: {'; '.join(d.reason.rstrip('.') for d in self.fired)}."
-        if self.decision == "INCONCLUSIVE":
-            return f"INCONCLUSIVE: {'; '.join(self.missing.values())}."
-        missing = f"; not tested: {', '.join(self.untested)}" if self.untested else ""
-        return f"{self.decision}: {len(self.detections)} tests passed{missing}."
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN and no infinity: they become text."""
-        return {
-            "decision": self.decision,
-            "train": self.train,
-            "summary": str(self),
-            "detections": [
-                {k: _plain(v) for k, v in asdict(d).items()} | {"fired": fires(d)}
-                for d in self.detections
-            ],
-            "untested": dict(self.untested),
-            "missing": dict(self.missing),
-            "exposure": self.exposure,
-            "rounds": self.rounds,
-            "round": self.round,
-            "model": self.model,
-            "policy": self.policy,
-            "override": self.override,
-            "excused": list(self.excused),
-            "version": __version__,
-            "seconds": self.seconds,
-        }
 
 
 @dataclass(frozen=True)
@@ -130,7 +67,8 @@ class Guard:
     """Tests the models that one client receives from one federation.
 
     `make_model()` builds the client's own network: its code, never the server's. `training` is what
-    the client does with it (the probe takes as many records, in the same modes). `store` is a
+    the client does with it (the probe takes as many records, in the same modes), `scale` how it
+    normalises records before they enter the network. `store` is a
     folder that keeps the memory across restarts; without one it lasts as long as the guard.
     `secret` is what samples are drawn from: random, or that of the store; give it only to repeat an
     experiment.
@@ -141,12 +79,13 @@ class Guard:
         make_model: Callable[[], nn.Module],
         training: LocalTraining,
         *,
+        scale: Scale = AS_THEY_ARE,
         policy: Policy | None = None,
         store: Path | str | None = None,
         secret: bytes | None = None,
     ):
         self.policy = policy or Policy()
-        self.training = training
+        self.training, self.scale = training, scale
         with _undisturbed():
             try:
                 fresh = copy.deepcopy(make_model())  # it may return the one that is being trained
@@ -217,7 +156,7 @@ class Guard:
             found.verdict,
             rounds=history.rounds if history else 0,
             round=(history.rounds if history else 0) + (history.missed if history else 1),
-            policy=policies.digest(self.policy, self.training),
+            policy=policies.digest(self.policy, self.training, self.scale),
             override=restart,
             seconds=time.perf_counter() - began,
         )
@@ -404,7 +343,7 @@ class Guard:
             return tuple(
                 replace(d, threshold=self.policy.thresholds.get(d.test, d.threshold)) for d in found
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return (_broken(name, f"the test could not be made ({_words(error)})"),)
 
     def _history(self, missed: int) -> History | None:
@@ -439,10 +378,11 @@ class Guard:
         chosen = drawn(labels, LOOKED_AT, rng)
         inputs, labels = inputs[chosen], labels[chosen].long()
         try:
+            inputs = record_of(inputs, self.scale).entering(inputs)
             model = ready(self._fresh, self.training)
             dtype = next((p.dtype for p in model.parameters()), torch.float32)
             few = inputs[:4].to(dtype) if inputs.is_floating_point() else inputs[:4]
-            classes = logits(model, {}, few, self.training).shape[-1]
+            classes = outputs(model, {}, few, self.training).shape[-1]
         except Exception as error:
             raise InputError(
                 f"your own network cannot run on your records ({_words(error)}); {advice}"
@@ -477,7 +417,7 @@ def _broken(test: str, reason: str) -> Detection:
     return Detection(test, math.inf, 0.0, "reject", reason)
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     text = str(error).splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
@@ -508,10 +448,6 @@ def _exposure(found: tuple[Detection, ...], records: int) -> str | None:
                 )
             return f"about {count} of your {records} images could be read exactly"
     return None
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

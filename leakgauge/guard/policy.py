@@ -9,6 +9,10 @@ before a model arrives; nothing that a server, or the submitter of a run, says i
     averaging = "plain"         # the server averages undefended updates: the head invariant holds
     require = ["batch"]         # an ACCEPT without a memory is enough
 
+    [[detector]]                # one of your own; its class is looked for beside the policy first
+    name = "ours.guard:Ours"
+    threshold = 0.5
+
     [training]                  # what local training does, as in a plan
     lr = 0.01
     batch_size = 32
@@ -25,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from leakgauge.config import build, did_you_mean
+from leakgauge.config import build, convert, did_you_mean
 from leakgauge.detectors import (
     DSNR,
     Continuity,
@@ -39,6 +43,8 @@ from leakgauge.detectors import (
 )
 from leakgauge.errors import PlanError
 from leakgauge.files import write_atomic
+from leakgauge.outside import find, unused
+from leakgauge.records import AS_THEY_ARE, Scale, refuse_moved
 from leakgauge.types import Detector, LocalTraining
 
 Off: TypeAlias = Literal["off"]
@@ -65,7 +71,8 @@ class Policy:
     "plain" only if the operator knows that the server averages, and that no client adds noise: the
     head invariant is then tested where local training is SGD without weight decay. `most_missed`
     bounds the rounds that a client can say it missed, because tolerance grows with them.
-    `thresholds` overrule those of the detectors, by the name of the test.
+    `thresholds` overrule those of the detectors, by the name of the test. `detector` holds further
+    ones, from outside this package.
     """
 
     continuity: Continuity | Off = field(default_factory=Continuity)
@@ -81,10 +88,14 @@ class Policy:
     averaging: Literal["plain", "unknown"] = "unknown"
     most_missed: int = 10
     thresholds: dict[str, float] = field(default_factory=dict)
+    detector: tuple[Detector, ...] = ()
 
     def __post_init__(self) -> None:
         if self.most_missed < 1:
             raise ValueError(f"most_missed must be at least 1, got {self.most_missed}")
+        for one in self.detector:
+            if not dataclasses.is_dataclass(one) or isinstance(one, type):
+                raise ValueError(f"a detector must be an instance of a dataclass, got {one!r}")
         for name, value in self.thresholds.items():
             if name not in TESTS:
                 raise ValueError(f"unknown test {name!r} in thresholds{did_you_mean(name, TESTS)}")
@@ -112,6 +123,8 @@ class Policy:
                 found["head_invariant"] = 'the policy does not say averaging = "plain"'
             elif training.optimiser != "sgd" or training.weight_decay:
                 found["head_invariant"] = "local training is not SGD without weight decay"
+        for test in self.detector:
+            found[unused(type(test).__name__, found)] = test
         return found
 
 
@@ -121,36 +134,62 @@ STRUCTURE = Structure()
 
 @dataclass(frozen=True)
 class Settings:
-    """What an operator's file holds: the policy, and what local training does."""
+    """What an operator's file holds: the policy, what local training does, and how it normalises
+    records."""
 
     policy: Policy = field(default_factory=Policy)
     training: LocalTraining | None = None  # where the file does not say
+    record: Scale = AS_THEY_ARE
 
 
 def read(path: Path) -> Settings:
-    """The settings in a TOML file: the keys of `Policy`, and those of `LocalTraining` in a table
-    [training]. Unknown keys are errors."""
+    """The settings in a TOML file: the keys of `Policy`, those of `LocalTraining` in a table
+    [training], and `mean` and `std` in a table [record]. Unknown keys are errors."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"there is no policy at {path}: check the path") from None
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} is not a policy (a TOML file): {error}") from error
-    return parse(table, path.name)
+    return parse(table, path.name, path.resolve().parent)
 
 
-def parse(table: Mapping[str, Any], where: str = "policy") -> Settings:
-    rest = {key: value for key, value in table.items() if key != "training"}
+def parse(table: Mapping[str, Any], where: str = "policy", folder: Path | None = None) -> Settings:
+    """The settings of a table; detectors of the operator's own are looked for in `folder` first."""
+    apart = ("training", "record", "detector")
+    rest = {key: value for key, value in table.items() if key not in apart}
     training = None
     if "training" in table:
+        refuse_moved(table["training"], f"{where}: training", "[record]")
         training = build(LocalTraining, table["training"], f"{where}: training")
-    return Settings(build(Policy, rest, where), training)
+    record = build(Scale, table.get("record", {}), f"{where}: record")
+    policy = build(Policy, rest, where)
+    further = convert(table.get("detector", []), tuple[dict[str, Any], ...], f"{where}: detector")
+    made = tuple(_detector(one, f"{where}: detector", folder) for one in further)
+    return Settings(dataclasses.replace(policy, detector=made), training, record)
 
 
-def digest(policy: Policy, training: LocalTraining) -> str:
+def _detector(options: dict[str, Any], where: str, folder: Path | None) -> Detector:
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise PlanError(f'{where}: expected name = "module:Class", got {name!r}')
+    fixed = {one.name for one in dataclasses.fields(Policy)}
+    if name.replace("-", "_") in fixed:
+        raise PlanError(f"{where}: {name!r} is a key of the policy itself: {name} = {{ … }}")
+    made: Detector = find("detector", name, dict.fromkeys(fixed), folder).make(
+        options, f"{where} {name!r}"
+    )
+    return made
+
+
+def digest(policy: Policy, training: LocalTraining, scale: Scale) -> str:
     """SHA-256 of all settings, defaults included."""
     every = {"policy": dataclasses.asdict(policy), "training": dataclasses.asdict(training)}
-    return hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()
+    every["record"] = dataclasses.asdict(scale)
+    further = every["policy"].pop("detector")
+    if further:
+        every["detector"] = {"names": [_spec(one) for one in policy.detector], "of": further}
+    return hashlib.sha256(json.dumps(every, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def write(path: Path, settings: Settings, notes: list[str]) -> None:
@@ -159,6 +198,8 @@ def write(path: Path, settings: Settings, notes: list[str]) -> None:
     lines += _lines(settings.policy, Policy())
     if settings.training is not None:
         lines += ["", "[training]", *_lines(settings.training, LocalTraining())]
+    if settings.record != AS_THEY_ARE:
+        lines += ["", "[record]", *_lines(settings.record, AS_THEY_ARE)]
     write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 
@@ -168,17 +209,23 @@ def _lines(value: Any, default: Any) -> list[str]:
         mine, theirs = getattr(value, one.name), getattr(default, one.name)
         if mine == theirs:
             continue
-        if dataclasses.is_dataclass(mine) and not isinstance(mine, type):
-            kind = type(mine)()  # with the defaults
-            inside = [
-                f"{f.name} = {_toml(getattr(mine, f.name))}"
-                for f in dataclasses.fields(mine)
-                if getattr(mine, f.name) != getattr(kind, f.name)
-            ]
-            lines.append(f"{one.name} = {{ {', '.join(inside)} }}")
-        else:
-            lines.append(f"{one.name} = {_toml(mine)}")
+        if one.name == "detector":
+            mine = [{"name": _spec(test)} | _set(test) for test in mine]
+        elif dataclasses.is_dataclass(mine) and not isinstance(mine, type):
+            mine = _set(mine)
+        lines.append(f"{one.name} = {_toml(mine)}")
     return lines
+
+
+def _set(options: Any) -> dict[str, Any]:
+    """The options that differ from their defaults."""
+    known = {one.name: one.default for one in dataclasses.fields(options)}
+    chosen = {name: getattr(options, name) for name in known}
+    return {name: value for name, value in chosen.items() if value != known[name]}
+
+
+def _spec(test: Detector) -> str:
+    return f"{type(test).__module__}:{type(test).__name__}"
 
 
 def _toml(value: Any) -> str:

@@ -5,8 +5,7 @@ A metric is a function `(guess, truth) -> (N,)` with what a reader of its number
 summary can be trusted.
 """
 
-from leakgauge import config
-from leakgauge.metrics import assign, baselines, bootstrap
+from leakgauge.metrics import assign, baselines, bootstrap, lpips
 from leakgauge.metrics.identify import reidentified
 from leakgauge.metrics.lpips import load_lpips
 from leakgauge.metrics.pixels import (
@@ -18,6 +17,7 @@ from leakgauge.metrics.pixels import (
     psnr,
 )
 from leakgauge.metrics.risk import Risk, risk
+from leakgauge.metrics.ssim import PAPER as SSIM
 from leakgauge.metrics.ssim import ssim
 from leakgauge.types import Metric, Scorer
 
@@ -29,7 +29,6 @@ __all__ = [
     "assign",
     "baselines",
     "bootstrap",
-    "choose",
     "load_lpips",
     "loaded",
     "mse",
@@ -43,16 +42,11 @@ __all__ = [
 
 METRICS: dict[str, Metric] = {
     "affine-psnr": Metric(affine_psnr, "affine PSNR", "dB"),
-    "lpips": Metric(load_lpips, "LPIPS", better="lower", loads=True),
+    "lpips": Metric(load_lpips, "LPIPS", better="lower", loads=True, papers=(lpips.PAPER,)),
     "mse": Metric(mse, "MSE", better="lower"),
     "psnr": Metric(psnr, "PSNR", "dB", limit=15.0, margin=3.0),
-    "ssim": Metric(ssim, "SSIM"),
+    "ssim": Metric(ssim, "SSIM", papers=(SSIM,)),
 }
-
-
-def choose(name: str) -> Metric:
-    """The metric that a plan calls by this name."""
-    return config.choose(METRICS, name, "metric")
 
 
 def loaded(metric: Metric) -> Scorer:

@@ -35,7 +35,18 @@ from torch.nn import functional
 
 from leakgauge.errors import CheckpointError, InputError
 from leakgauge.metrics._check import checked_pair
+from leakgauge.papers import Paper
 from leakgauge.types import Named, Scorer
+
+PAPER = Paper(
+    "zhang2018",
+    "Zhang, Richard and Isola, Phillip and Efros, Alexei A. and Shechtman, Eli and Wang, Oliver",
+    "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric",
+    2018,
+    "IEEE/CVF Conference on Computer Vision and Pattern Recognition",
+    "https://doi.org/10.1109/CVPR.2018.00068",
+    fields=(("pages", "586--595"),),
+)
 
 FILE = "lpips_alex.safetensors"
 

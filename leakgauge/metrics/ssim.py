@@ -27,6 +27,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from leakgauge.metrics._check import checked_pair
+from leakgauge.papers import Paper
+
+PAPER = Paper(
+    "wang2004",
+    "Wang, Zhou and Bovik, Alan C. and Sheikh, Hamid R. and Simoncelli, Eero P.",
+    "Image Quality Assessment: From Error Visibility to Structural Similarity",
+    2004,
+    "IEEE Transactions on Image Processing",
+    "https://doi.org/10.1109/TIP.2003.819861",
+    kind="article",
+    fields=(("volume", "13"), ("number", "4"), ("pages", "600--612")),
+)
 
 WINDOW, SIGMA = 11, 1.5
 C1, C2 = 0.01**2, 0.03**2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from leakgauge.audit.results import Result
-from leakgauge.report import contents, first_screen, references
+from leakgauge.report import contents, first_screen
 from leakgauge.report.contents import Images
 from leakgauge.report.pictures import Shown
 from leakgauge.report.wording import count, percent
@@ -24,7 +24,7 @@ def gists(result: Result, images: Images, shown: list[Shown]) -> dict[str, str]:
         "coverage": _coverage(result),
         "limits": "what this audit cannot say",
         "ledger": "what the attacker was given for each number",
-        "references": count(len(references.used(result)), "paper"),
+        "references": count(len(result.references), "paper"),
         "annex": "plan, versions, seeds, checksum",
     }
 

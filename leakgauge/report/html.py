@@ -28,7 +28,6 @@ from leakgauge.report import (
     figures,
     first_screen,
     pictures,
-    references,
     wording,
 )
 from leakgauge.report.contents import Images
@@ -59,7 +58,6 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         pictures=pictures,
         wording=wording,
         headline=first_screen.headline(result),
-        references=references.used(result),
         plan=annex.plan_text(result.plan),
         outcome=first_screen.outcome(result),
         level=first_screen.risk_level(result),

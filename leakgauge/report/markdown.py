@@ -12,7 +12,7 @@ from pathlib import Path
 
 from leakgauge.audit.advice import defended
 from leakgauge.audit.results import Result
-from leakgauge.report import annex, contents, first_screen, pictures, references, wording
+from leakgauge.report import annex, contents, first_screen, pictures, wording
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
@@ -52,7 +52,7 @@ def render(result: Result, folder: Path | None = None) -> str:
     lines += ["", "## Attacks run and not run", "", *_coverage(result)]
     lines += ["", "## Limits", "", *_list(contents.limits(result, "hide"))]
     lines += ["", "## Realism ledger", "", *_ledger(result)]
-    papers = references.used(result)
+    papers = result.references
     lines += ["", "## References", ""]
     lines += [f"{i}. {escape(p.line())} <{p.link}>" for i, p in enumerate(papers, 1)]
     lines += ["", "## Annex", "", *_table(("", ""), _escaped(annex.annex(result, folder)))]

@@ -22,7 +22,6 @@ from leakgauge.report import (
     figures,
     first_screen,
     pictures,
-    references,
     wording,
 )
 from leakgauge.report.charts import Chart
@@ -93,7 +92,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     header = ("Tag", "Meaning", "Rows", "Highest median", "In the verdict")
     _table(pdf, header, rows, (2, 7, 1, 2, 2))
     _heading(pdf, "References")
-    _list(pdf, [f"{paper.line()} {paper.link}" for paper in references.used(result)])
+    _list(pdf, [f"{paper.line()} {paper.link}" for paper in result.references])
     _heading(pdf, "Annex")
     _facts(pdf, annex.annex(result, folder))
     _text(pdf, annex.plan_text(result.plan), font="mono", size=7)

@@ -9,9 +9,9 @@ from leakgauge.attacks.active.loki import Loki
 from leakgauge.attacks.active.robbing_the_fed import RobbingTheFed
 from leakgauge.attacks.active.seer import Seer
 from leakgauge.attacks.active.trap_weights import TrapWeights
-from leakgauge.types import ActiveAttack
+from leakgauge.types import PreparedAttack
 
-ACTIVE_ATTACKS: dict[str, type[ActiveAttack]] = {
+ACTIVE_ATTACKS: dict[str, type[PreparedAttack]] = {
     "robbing-the-fed": RobbingTheFed,
     "trap-weights": TrapWeights,
     "fishing": Fishing,

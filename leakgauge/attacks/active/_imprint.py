@@ -8,18 +8,18 @@ that; here is how they find the layer, cut the public images into bins, and read
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from leakgauge.attacks._layers import names_sent, shared
 from leakgauge.errors import InputError, NotApplicable, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised, ready, unnormalised
-from leakgauge.types import Dataset, LocalTraining, Observation, Target
+from leakgauge.fl.local import ready
+from leakgauge.records import Images, Record, pictures
+from leakgauge.types import Dataset, Kept, LocalTraining, Observation, Target
 
 Functional: TypeAlias = Literal["mean", "random"]
 FEWEST = 16  # public images; with fewer than bins, quantiles lie on straight lines between them
@@ -40,6 +40,14 @@ class Reader:
     raw: bool
     alone: bool = True
 
+    def kept(self, units: Tensor) -> Kept:
+        """This layer and its changed units, to be read by later."""
+        return Kept({"units": units}, {"reader": asdict(self)})
+
+    @staticmethod
+    def of(kept: Kept) -> tuple[Reader, Tensor]:
+        return Reader(**kept.facts["reader"]), kept.tensors["units"]
+
 
 def reader(model: nn.Module, target: Target) -> Reader:
     """The model's first linear layer, if it reads the image or can be made to.
@@ -47,13 +55,14 @@ def reader(model: nn.Module, target: Target) -> Reader:
     Convolutions in front of it are changed in `model`: each hands the image on. The first also
     undoes the normalisation, so that no pixel is negative and a ReLU between them changes nothing.
     """
-    probe = torch.rand(2, *target.shape, generator=torch.Generator().manual_seed(0))
-    pixels = prod(target.shape)
+    shape = pictures(target.record).shape
+    probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    pixels = prod(shape)
     runs = _watch(model, target, probe)
     at = next((i for i, run in enumerate(runs) if isinstance(run.module, nn.Linear)), None)
     if at is None:
         raise NotApplicable("images are read from a linear layer, and this model has none")
-    raw = not torch.equal(runs[at].entered, normalised(probe, target.training).flatten(1))
+    raw = not torch.equal(runs[at].entered, target.record.entering(probe).flatten(1))
     if raw:
         for number, run in enumerate(runs[:at]):
             _hand_on(model.get_submodule(run.name), target, first=number == 0)
@@ -112,7 +121,7 @@ def _watch(model: nn.Module, target: Target, images: Tensor) -> list[_Run]:
         if isinstance(module, nn.Linear | nn.Conv2d):
             module.register_forward_hook(note)
     with torch.no_grad():
-        model(normalised(images, target.training))
+        model(target.record.entering(images))
     return runs
 
 
@@ -120,20 +129,20 @@ def _watch(model: nn.Module, target: Target, images: Tensor) -> list[_Run]:
 def _hand_on(convolution: nn.Module, target: Target, first: bool) -> None:
     """Make a convolution hand the image on in its first channels, and zeros in the others."""
     assert isinstance(convolution, nn.Conv2d)
-    channels = min(target.shape[0], *convolution.weight.shape[:2])
+    channels = min(pictures(target.record).shape[0], *convolution.weight.shape[:2])
     centre = (convolution.weight.shape[2] // 2, convolution.weight.shape[3] // 2)
     for part in convolution.parameters():
         part.zero_()
     convolution.weight[range(channels), range(channels), *centre] = 1.0
     if first and convolution.bias is not None:  # x = (p − mean) / std, so p = std·x + mean
-        mean, std = channelwise(target.training, target.shape[0])
+        mean, std = channelwise(pictures(target.record))
         convolution.weight[range(channels), range(channels), *centre] = std[:channels]
         convolution.bias[:channels] = mean[:channels]
 
 
-def channelwise(training: LocalTraining, channels: int) -> tuple[Tensor, Tensor]:
+def channelwise(record: Images) -> tuple[Tensor, Tensor]:
     """The mean and std of the normalisation, one per channel."""
-    mean, std = (torch.tensor(v).expand(channels) for v in (training.mean, training.std))
+    mean, std = (torch.tensor(v).expand(record.shape[0]) for v in (record.mean, record.std))
     return mean, std
 
 
@@ -167,7 +176,7 @@ def bins_of(
             f"quantiles over public images need at least {FEWEST} of them, got {len(images)}: "
             "give more public images"
         )
-    entering = (images if raw else normalised(images, target.training)).flatten(1)
+    entering = (images if raw else target.record.entering(images)).flatten(1)
     pixels = entering.shape[1]
     if functional == "mean":
         row = torch.full((pixels,), 1 / pixels)
@@ -189,10 +198,10 @@ def public_images(target: Target) -> Dataset:
             "the thresholds of this attack are quantiles over public images, and this server has "
             "none: give target() a data set of the same kind as its second argument"
         )
-    if target.public.inputs.shape[1:] != target.shape:
+    if target.public.inputs.shape[1:] != target.record.shape:
         raise InputError(
             f"the public images have shape {tuple(target.public.inputs.shape[1:])}, those of the "
-            f"clients {target.shape}: both must be of the same kind"
+            f"clients {target.record.shape}: both must be of the same kind"
         )
     return target.public
 
@@ -227,30 +236,21 @@ def block(
 # --- reading the update ------------------------------------------------------------------------
 
 
-def knowledge(seen: Observation, name: str) -> tuple[Mapping[str, Any], LocalTraining, int]:
-    """What every such attack holds: its secret, the local training, the number of records."""
+def knowledge(seen: Observation, name: str) -> tuple[Kept, LocalTraining, int]:
+    """What every such attack holds: what it kept, the local training, the number of records."""
     if seen.training is None or seen.records is None:
         raise Withheld(f"{name} needs 'training' and 'records' in the observation")
-    if seen.secret is None:
+    if seen.kept is None:
         raise Withheld(
             f"{name} reads the update by what it kept when it changed the model, and this observer "
-            "kept nothing: observe with ThreatModel(malicious=True) a round of `tampered`"
+            "kept nothing: observe a round of `tampered` with kept = what prepare() gave"
         )
     if seen.training.optimiser != "sgd":
         raise NotApplicable(
             f"{name} divides sums of gradients, and an update by {seen.training.optimiser!r} is "
             "rescaled entry by entry"
         )
-    return seen.secret, seen.training, seen.records
-
-
-def gradient(seen: Observation, name: str) -> Tensor:
-    """The sum of the gradients behind an update by SGD, up to a factor, in double precision: what
-    weight decay took away is known, and momentum only weighs."""
-    assert seen.training is not None
-    assert seen.records is not None
-    shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
-    return seen.update[name].double() - shrunk * seen.model.get_parameter(name).detach().double()
+    return seen.kept, seen.training, seen.records
 
 
 def neighbours(gradients: Tensor) -> Tensor:
@@ -266,11 +266,9 @@ def ratios(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return weight[rows] / bias[rows, None], rows
 
 
-def as_images(
-    quotients: Tensor, shape: tuple[int, int, int], training: LocalTraining, raw: bool
-) -> Tensor:
-    images = quotients.view(-1, *shape)
-    return images if raw else unnormalised(images, training)
+def as_images(quotients: Tensor, record: Record, raw: bool) -> Tensor:
+    images = quotients.view(-1, *record.shape)
+    return images if raw else record.leaving(images)
 
 
 def best(images: Tensor, strength: Tensor, records: int) -> Tensor:

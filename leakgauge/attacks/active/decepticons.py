@@ -40,17 +40,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import shared
+from leakgauge.attacks._layers import gradient_sum, shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
-from leakgauge.fl.local import decay, minibatches, normalised, unnormalised
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, option
+from leakgauge.records import pictures
 from leakgauge.types import (
     Dataset,
+    Kept,
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
+)
+
+PAPER = Paper(
+    "fowl2023",
+    "Fowl, Liam and Geiping, Jonas and Reich, Steven and Wen, Yuxin and Czaja, Wojciech and "
+    "Goldblum, Micah and Goldstein, Tom",
+    "Decepticons: Corrupted Transformers Breach Privacy in Federated Learning for Language Models",
+    2023,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2201.12675",
 )
 
 
@@ -65,10 +78,12 @@ class Decepticons:
     `tolerance` is the relative error up to which a row is believed to show a single token.
     """
 
-    scale: float | None = None
-    voice: float = 1.0
-    tolerance: float = 2e-2
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    scale: float | None = option(None, POSITIVE)
+    voice: float = option(1.0, POSITIVE)
+    tolerance: float = option(2e-2, POSITIVE)
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for key in ("scale", "voice", "tolerance"):
@@ -76,14 +91,14 @@ class Decepticons:
             if value is not None and not value > 0:
                 raise PlanError(f"{key} must be positive, got {value}")
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         public = _public(target)
         model: Any = copy.deepcopy(target.model).eval()
         _check(model)
         picked = torch.randperm(len(public), generator=rng)[:256]
-        inputs = normalised(public.inputs[picked], target.training)
+        inputs = target.record.entering(public.inputs[picked])
         *imprints, last = model.blocks
         width = model.pos_embed.shape[2]
         v = torch.randn(width, generator=rng)
@@ -119,14 +134,14 @@ class Decepticons:
             last.attn.qkv.weight[2 * width :, -1] = self.voice * length / handed * spread
             last.attn.proj.weight.copy_(torch.eye(width))
         model.train(target.model.training)
-        colour = public.inputs.mean((0, 2, 3)) if _is_vision(model) else None
-        return Tampered((model,), {"colour": colour})
+        colour = {"colour": public.inputs.mean((0, 2, 3))} if _is_vision(model) else {}
+        return Preparation(Kept(colour), (model,))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        if seen.training is None or seen.records is None or seen.secret is None:
-            raise Withheld("Decepticons needs 'training', 'records' and the secret it kept")
+        if seen.training is None or seen.records is None or seen.kept is None:
+            raise Withheld("Decepticons needs 'training', 'records' and what its prepare() kept")
         found = recover(seen, self.tolerance)
         image = _grouped(found, seen.records)
         inputs = _assembled(found, image, seen)
@@ -181,15 +196,12 @@ def recover(seen: Observation, tolerance: float) -> Found:
         )
     model: Any = copy.deepcopy(seen.model).double().eval()
     _check(model)
-    shrunk = decay(seen.training, len(minibatches(seen.records, seen.training)))
     depth = len(model.blocks)
     rows, errors, blocks = [], [], []
     total = 0.0
     for number, block in enumerate(model.blocks[:-1]):
         weight, bias = (
-            seen.update[f"blocks.{number}.mlp.fc1.{kind}"].double()
-            - shrunk * getattr(block.mlp.fc1, kind).detach()
-            for kind in ("weight", "bias")
+            gradient_sum(seen, f"blocks.{number}.mlp.fc1.{kind}") for kind in ("weight", "bias")
         )
         order = block.mlp.fc1.bias.detach().argsort(descending=True)  # the lowest threshold first
         weight, bias = weight[order], bias[order]
@@ -215,8 +227,8 @@ def recover(seen: Observation, tolerance: float) -> Found:
     if not _is_vision(model):
         return replace(found, tokens=contents)
     patch = model.patch_embed.proj.kernel_size
-    patches = contents.view(-1, seen.shape[0], *patch)
-    return replace(found, patches=unnormalised(patches, seen.training).clamp(0, 1).float())
+    patches = contents.view(-1, pictures(seen.record).shape[0], *patch)
+    return replace(found, patches=seen.record.leaving(patches).clamp(0, 1).float())
 
 
 def _solved_patches(model: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -352,7 +364,7 @@ def _grouped(found: Found, records: int) -> Tensor:
 def _assembled(found: Found, record: Tensor, seen: Observation) -> Tensor:
     """Records with the parts in their places, and blanks in between."""
     assert seen.records is not None
-    assert seen.secret is not None
+    assert seen.kept is not None
     placed = record >= 0
     where = record[placed], found.positions[placed]
     positions = seen.model.get_parameter("pos_embed").shape[1] - 1
@@ -361,9 +373,9 @@ def _assembled(found: Found, record: Tensor, seen: Observation) -> Tensor:
         texts[where] = found.tokens[placed]
         return texts
     assert found.patches is not None
-    channels, height, width = seen.shape
+    channels, height, width = pictures(seen.record).shape
     rows, columns = found.patches.shape[2:]
-    grid = seen.secret["colour"].view(1, 1, channels, 1, 1).repeat(
+    grid = seen.kept.tensors["colour"].view(1, 1, channels, 1, 1).repeat(
         seen.records, positions, 1, rows, columns
     )  # fmt: skip
     grid[where] = found.patches[placed]

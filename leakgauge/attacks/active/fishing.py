@@ -31,11 +31,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import first_linear, last_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
 from leakgauge.attacks.active._imprint import (
     as_images,
     best,
-    gradient,
     knowledge,
     public_images,
     ratios,
@@ -43,15 +42,28 @@ from leakgauge.attacks.active._imprint import (
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl.local import minibatches, normalised, ready
+from leakgauge.fl.local import minibatches, ready
+from leakgauge.papers import Paper
+from leakgauge.ranges import FINITE, FROM_0, POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.types import (
+    Kept,
     Knowledge,
     LocalTraining,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
+)
+
+PAPER = Paper(
+    "wen2022",
+    "Wen, Yuxin and Geiping, Jonas and Fowl, Liam and Goldblum, Micah and Goldstein, Tom",
+    "Fishing for User Data in Large-Batch Federated Learning via Gradient Magnification",
+    2022,
+    "International Conference on Machine Learning",
+    "https://arxiv.org/abs/2202.00580",
 )
 
 
@@ -59,24 +71,30 @@ from leakgauge.types import (
 class Fishing:
     """One record's gradient drowns all others (Wen 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     by: Literal["class", "feature"] = "class"
-    label: int = 0  # the class c
-    bias: float = 1000.0  # β
-    row: float | None = None  # every entry of w_c; None: as it is
-    camouflage: float | None = None  # noise on the other rows, relative; None: rows of zeros
-    gain: float = 100.0  # γ times the feature's standard deviation
-    iterations: int = 0  # of Inverting Gradients, where division gives no pixels
+    label: int = option(0, count(1_000_000, 0))  # the class c
+    bias: float = option(1000.0, FROM_0)  # β
+    row: float | None = option(None, FINITE)  # every entry of w_c; None: as it is
+    camouflage: float | None = option(None, FROM_0)  # relative noise on the other rows; None: zeros
+    gain: float = option(100.0, POSITIVE)  # γ times the feature's standard deviation
+    iterations: int = option(0, count(10_000_000, 0))  # of IG, where division gives no pixels
+    restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def shortened(self, iterations: int, restarts: int) -> Fishing:
+        return replace(self, iterations=iterations)
+
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
-        if not 0 <= self.label < target.classes:
+    ) -> Preparation:
+        if not 0 <= self.label < target.task.count:
             raise InputError(
-                f"label is {self.label}; expected a class from 0 to {target.classes - 1}"
+                f"label is {self.label}; expected a class from 0 to {target.task.count - 1}"
             )
         model = copy.deepcopy(target.model)
-        layer = last_linear(model, target.shape)
+        layer = last_linear(model, pictures(target.record).shape)
         if layer.weight is None or layer.bias is None:
             raise NotApplicable(
                 "fishing changes and reads the weight and the bias of the last layer, and in "
@@ -92,7 +110,8 @@ class Fishing:
                 bias.zero_()
                 weight[self.label, unit] = -self.gain / spread
                 bias[self.label] = self.gain / spread * threshold
-        return Tampered((model,), {"weight": layer.weight, "bias": layer.bias, "label": self.label})
+        found = {"weight": layer.weight, "bias": layer.bias, "label": self.label}
+        return Preparation(Kept(facts=found), (model,))
 
     def _class(self, weight: Tensor, bias: Tensor, rng: torch.Generator) -> None:
         kept = weight[self.label].clone() if self.row is None else self.row
@@ -115,25 +134,25 @@ class Fishing:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "fishing")
-        label = secret["label"]
-        row, error = gradient(seen, secret["weight"])[label], gradient(seen, secret["bias"])[label]
+        kept, training, records = knowledge(seen, "fishing")
+        layers, label = kept.facts, kept.facts["label"]
+        row, error = (gradient_sum(seen, layers[part])[label] for part in ("weight", "bias"))
         fished = _fished(float(error), records, training)
         if not error.abs() > 0:
             return _nothing(seen, "no record was caught: none passed an error on", {"fished": 0.0})
         facts = {"label": label, "fished": fished, "features": (row / error).float()}
         wanted = min(records, max(1, round(fished)))
         try:
-            layer = first_linear(seen.model, seen.shape)
+            layer = first_linear(seen.model, seen.record.shape)
         except NotApplicable:
             return self._optimised(seen, facts, rng, resources)
         assert layer.weight is not None
         assert layer.bias is not None
-        weight, bias = gradient(seen, layer.weight), gradient(seen, layer.bias)
-        if layer.weight == secret["weight"]:  # a single layer: the other rows hold other records
+        weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
+        if layer.weight == layers["weight"]:  # a single layer: the other rows hold other records
             weight, bias = weight[label, None], bias[label, None]
         quotients, rows = ratios(weight, bias)
-        images = as_images(quotients, seen.shape, training, raw=False)
+        images = as_images(quotients, seen.record, raw=False)
         chosen = best(images, bias[rows].abs(), wanted)
         return Reconstruction(
             inputs=images[chosen].clamp(0, 1).float(),
@@ -151,7 +170,7 @@ class Fishing:
     ) -> Reconstruction:
         """The fished record by an optimisation attack on its update, if iterations are given."""
         assert seen.training is not None
-        assert seen.secret is not None
+        assert seen.kept is not None
         if not self.iterations:
             return _nothing(
                 seen,
@@ -160,7 +179,10 @@ class Fishing:
                 "(set iterations)",
                 facts,
             )
-        last = {seen.secret["weight"], seen.secret["bias"]}  # they hold the other records too
+        last = {
+            seen.kept.facts["weight"],
+            seen.kept.facts["bias"],
+        }  # they hold the other records too
         update = {name: value for name, value in seen.update.items() if name not in last}
         if not update:
             return _nothing(
@@ -183,7 +205,7 @@ class Fishing:
 
 def _nothing(seen: Observation, note: str, facts: dict[str, Any]) -> Reconstruction:
     """No guess of any pixels, and why."""
-    return Reconstruction(torch.empty(0, *seen.shape), None, 1.0, notes=(note,), facts=facts)
+    return Reconstruction(torch.empty(0, *seen.record.shape), None, 1.0, notes=(note,), facts=facts)
 
 
 def _fished(error: float, records: int, training: LocalTraining) -> float:
@@ -206,7 +228,7 @@ def _feature(model: nn.Module, head: str, target: Target, label: int) -> tuple[i
     model = ready(model, target.training)
     entered: list[Tensor] = []
     model.get_submodule(head).register_forward_hook(lambda _, args, __: entered.append(args[0]))
-    model(normalised(images, target.training))
+    model(target.record.entering(images))
     features = entered[0]  # (images, features)
     spread, unit = features.std(0).max(0)
     if not spread > 0:

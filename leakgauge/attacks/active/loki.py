@@ -33,48 +33,66 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Functional,
     as_images,
     best,
     bins_of,
     block,
-    gradient,
     knowledge,
     neighbours,
     ratios,
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import NotApplicable
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.types import (
+    Kept,
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
 )
 
 IMPRINT = "imprint.fc1.weight"
 
 
+PAPER = Paper(
+    "zhao2024",
+    "Zhao, Joshua C. and Sharma, Atul and Elkordy, Ahmed Roushdy and Ezzeldin, Yahya H. and "
+    "Avestimehr, Salman and Bagchi, Saurabh",
+    "{LOKI}: Large-scale Data Reconstruction Attack against Federated Learning through Model "
+    "Manipulation",
+    2024,
+    "IEEE Symposium on Security and Privacy",
+    "https://arxiv.org/abs/2303.12233",
+)
+
+
 @dataclass(frozen=True)
 class Loki:
     """Separate bins per client survive averaging (Zhao 2024)."""
 
-    bins: int = 512
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    bins: int = option(512, count(100_000, 2))
     functional: Functional = "mean"
-    gain: float = 1.0  # of the layer behind the imprint
+    gain: float = option(1.0, POSITIVE)  # of the layer behind the imprint
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
-        pixels, area = prod(target.shape), prod(target.shape[1:])
+    ) -> Preparation:
+        pixels, area = prod(pictures(target.record).shape), prod(pictures(target.record).shape[1:])
         cut = bins_of(target, self.bins, self.functional, raw=False, noise=0.0, rng=rng)
         one = torch.zeros(self.bins, area)  # no row reads the channel of ones
         rows = torch.cat([cut.rows, one], 1).repeat(1, target.clients)
-        imprint = block(target.shape, rows, cut.biases, self.gain, rng)
+        imprint = block(pictures(target.record).shape, rows, cut.biases, self.gain, rng)
         models = tuple(
             nn.Sequential(
                 OrderedDict(
@@ -85,15 +103,15 @@ class Loki:
             )
             for client in range(target.clients)
         )
-        return Tampered(models, {"columns": pixels + area})
+        return Preparation(Kept(facts={"columns": pixels + area}), models)
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "loki")
-        pixels = prod(seen.shape)
-        weight = gradient(seen, IMPRINT)
-        slices = torch.split(weight, secret["columns"], dim=1)
+        kept, _, records = knowledge(seen, "loki")
+        pixels = prod(seen.record.shape)
+        weight = gradient_sum(seen, IMPRINT)
+        slices = torch.split(weight, kept.facts["columns"], dim=1)
         found: list[Tensor] = []
         strengths: list[Tensor] = []
         owners: list[Tensor] = []
@@ -109,7 +127,7 @@ class Loki:
         if not found:
             raise NotApplicable("no unit of the layer that reads the images passed on a gradient")
         quotients, owner = torch.cat(found), torch.cat(owners)
-        images = as_images(quotients, seen.shape, training, raw=False)
+        images = as_images(quotients, seen.record, raw=False)
         chosen = best(images, torch.cat(strengths), records)
         explained = [
             unexplained(own[:, :pixels], quotients[chosen][owner[chosen] == client])
@@ -126,7 +144,7 @@ class Loki:
 
 def _kernels(target: Target, client: int) -> nn.Conv2d:
     """The convolution of one client: its image and a channel of ones, in its own channels."""
-    channels = target.shape[0]
+    channels = pictures(target.record).shape[0]
     groups = target.clients * (channels + 1)
     convolution = nn.Conv2d(channels, groups, 3, padding=1, device="meta").to_empty(device="cpu")
     assert convolution.bias is not None

@@ -32,6 +32,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Functional,
     Reader,
@@ -39,7 +40,6 @@ from leakgauge.attacks.active._imprint import (
     best,
     bins_of,
     block,
-    gradient,
     knowledge,
     neighbours,
     ratios,
@@ -48,13 +48,25 @@ from leakgauge.attacks.active._imprint import (
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.papers import Paper
+from leakgauge.ranges import FROM_0, POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.types import (
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
+)
+
+PAPER = Paper(
+    "fowl2022",
+    "Fowl, Liam and Geiping, Jonas and Czaja, Wojciech and Goldblum, Micah and Goldstein, Tom",
+    "Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models",
+    2022,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2110.13057",
 )
 
 
@@ -62,26 +74,28 @@ from leakgauge.types import (
 class RobbingTheFed:
     """An extra layer sorts images into bins (Fowl 2022)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     form: Literal["parameters", "block"] = "parameters"
-    bins: int | None = None  # None: every unit of the layer, 512 in a block
+    bins: int | None = option(None, count(100_000, 2))  # None: every unit; 512 in a block
     functional: Functional = "mean"
-    noise: float = 0.0  # on the rows, relative to their own size
-    gain: float = 1.0  # of the layer behind: raise it where clients send rounded weights
+    noise: float = option(0.0, FROM_0)  # on the rows, relative to their own size
+    gain: float = option(1.0, POSITIVE)  # behind it: raise it where clients send rounded weights
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         if self.bins is not None and self.bins < 2:
             raise InputError(f"bins must be at least 2, got {self.bins}")
         model = copy.deepcopy(target.model)
         if self.form == "block":
             count = 512 if self.bins is None else self.bins
             cut = bins_of(target, count, self.functional, False, self.noise, rng)
-            imprint = block(target.shape, cut.rows, cut.biases, self.gain, rng)
+            imprint = block(pictures(target.record).shape, cut.rows, cut.biases, self.gain, rng)
             model = nn.Sequential(OrderedDict(imprint=imprint, host=model))
             layer = Reader("imprint.fc1.weight", "imprint.fc1.bias", "imprint.fc2.weight", False)
-            return Tampered((model,), {"reader": layer, "units": torch.arange(count)})
+            return Preparation(layer.kept(torch.arange(count)), (model,))
         layer = reader(model, target)
         if not layer.alone:
             raise NotApplicable(
@@ -104,17 +118,17 @@ class RobbingTheFed:
             weight[units, : cut.rows.shape[1]] = cut.rows
             bias[units] = cut.biases
             following[:, units] = repeated(len(following), count, self.gain, rng)
-        return Tampered((model,), {"reader": layer, "units": units})
+        return Preparation(layer.kept(units), (model,))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "robbing-the-fed")
-        layer, units = secret["reader"], secret["units"]
-        weight = gradient(seen, layer.weight)[units, : prod(seen.shape)]
-        strength = neighbours(gradient(seen, layer.bias)[units])
+        kept, _, records = knowledge(seen, "robbing-the-fed")
+        layer, units = Reader.of(kept)
+        weight = gradient_sum(seen, layer.weight)[units, : prod(seen.record.shape)]
+        strength = neighbours(gradient_sum(seen, layer.bias)[units])
         quotients, rows = ratios(neighbours(weight), strength)
-        images = as_images(quotients, seen.shape, training, layer.raw)
+        images = as_images(quotients, seen.record, layer.raw)
         chosen = best(images, strength[rows].abs(), records)
         return Reconstruction(
             inputs=images[chosen].clamp(0, 1).float(),

@@ -25,136 +25,151 @@ are read.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from leakgauge.errors import CheckpointError, InputError, NotApplicable, PlanError, Withheld
-from leakgauge.files import read_tensors, write_tensors
-from leakgauge.fl.local import State, advance, decay, loss, minibatches, ready, start
+from leakgauge.attacks._layers import gradient_sum
+from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
+from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Batch,
     Dataset,
+    Kept,
     Knowledge,
     LocalTraining,
     Named,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
+    Setting,
     Target,
 )
 
-FILE = "seer.safetensors"  # in the option `folder`
+EVERY = 250  # steps between two checkpoints
+
+
+PAPER = Paper(
+    "garov2024",
+    "Garov, Kostadin and Dimitrov, Dimitar I. and Jovanović, Nikola and Vechev, Martin",
+    "Hiding in Plain Sight: Disguising Data Stealing Attacks in Federated Learning",
+    2024,
+    "International Conference on Learning Representations",
+    "https://arxiv.org/abs/2306.03013",
+)
 
 
 @dataclass(frozen=True)
 class Seer:
-    """A trained model lets one record through (Garov 2024).
+    """A trained model lets one record through (Garov 2024)."""
 
-    `folder` keeps the training, every `every` steps, and continues what it finds there.
-    """
-
-    steps: int = 2500
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    steps: int = option(2500, count(10_000_000))
     lr: float = 1e-3
-    side: int = 8
-    width: int = 192  # numbers that the disaggregator makes of a gradient
-    entries: int = 16384
-    alpha_first: float = 0.25
-    alpha_last: float = 8.0
-    folder: str | None = None
-    every: int = 250
+    side: int = option(8, count(1_024))
+    width: int = option(192, count(100_000))  # numbers that the disaggregator makes of a gradient
+    entries: int = option(16384, count(10_000_000))
+    alpha_first: float = option(0.25, POSITIVE)
+    alpha_last: float = option(8.0, POSITIVE)
+    restarts: ClassVar[int] = 1
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for key in ("steps", "side", "width", "entries", "every"):
+        for key in ("steps", "side", "width", "entries"):
             if getattr(self, key) < 1:
                 raise PlanError(f"{key} must be at least 1, got {getattr(self, key)}")
         for key in ("lr", "alpha_first", "alpha_last"):
             if not getattr(self, key) > 0:
                 raise PlanError(f"{key} must be positive, got {getattr(self, key)}")
 
-    def tamper(
+    @property
+    def iterations(self) -> int:
+        return self.steps
+
+    def shortened(self, iterations: int, restarts: int) -> Seer:
+        return replace(self, steps=iterations)
+
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         public = _check(target)
         resources = resources or Resources()
-        path = None if self.folder is None else Path(self.folder) / FILE
-        mark = _fingerprint(self, target, public, rng)
-        model = ready(target.model, target.training)
-        joint = _begin(self, target, public, model, rng)
-        if path is not None and path.exists():
-            joint = _restored(joint, path, mark, rng)
+        live = replace(target.setting, model=ready(target.model, target.training))
+        joint = _begin(self, target, public, live, rng)
+        checkpoint = resources.checkpoint
+        if checkpoint is not None and (before := checkpoint.load()):
+            joint = _continued(joint, before, rng)
         deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
         while joint.step < self.steps and time.monotonic() < deadline:
-            joint, objective = _trained(self, joint, target, public, model, rng)
-            if path is not None and (joint.step % self.every == 0 or joint.step == self.steps):
-                write_tensors(path, _saved(joint, mark, rng))
+            joint, objective = _trained(self, joint, target, public, live, rng)
+            if checkpoint is not None and (joint.step % EVERY == 0 or joint.step == self.steps):
+                checkpoint.save(_kept(joint, rng))
             if resources.progress is not None:
                 resources.progress(joint.step, self.steps, objective)
         sent = copy.deepcopy(target.model)
         sent.load_state_dict(joint.named(joint.model) | joint.buffers, strict=False)
-        secret = joint.named(DECODER) | {
-            "chosen": joint.chosen,
-            "scale": joint.scale,
-            "names": joint.model,
+        chosen = {} if joint.chosen is None else {"chosen": joint.chosen}
+        facts = {
+            "names": list(joint.model),
             "records": target.records,
             "side": self.side,
             "error": math.sqrt(float(joint.error)),
-            "steps": (joint.step, self.steps),
+            "steps": joint.step,
         }
-        return Tampered((sent,), secret)
+        tensors = joint.named(DECODER) | {"scale": joint.scale} | chosen
+        return Preparation(Kept(tensors, facts), (sent,))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
         small = picture(seen)[None]
-        assert seen.secret is not None
-        done, total = seen.secret["steps"]
-        side = seen.secret["side"]
+        assert seen.kept is not None
+        facts = seen.kept.facts
+        done, side = facts["steps"], facts["side"]
         notes = [f"one image: the brightest of its batch, {side} × {side} pixels enlarged"]
-        if done < total:
-            notes.append(f"the joint training was stopped after {done} of {total} steps")
+        if done < self.steps:
+            notes.append(f"the joint training was stopped after {done} of {self.steps} steps")
         return Reconstruction(
-            inputs=F.interpolate(small, seen.shape[1:], mode="bilinear").clamp(0, 1),
+            inputs=F.interpolate(small, pictures(seen.record).shape[1:], mode="bilinear").clamp(
+                0, 1
+            ),
             labels=None,
-            residual=seen.secret["error"],
+            residual=facts["error"],
             notes=tuple(notes),
-            facts={"entries": seen.secret["d.weight"].shape[1], "steps": done},
+            facts={"entries": seen.kept.tensors["d.weight"].shape[1], "steps": done},
         )
 
 
 def picture(seen: Observation) -> Tensor:
     """What the secret decoder makes of an update: (C, side, side)."""
-    if seen.training is None or seen.records is None or seen.secret is None:
-        raise Withheld("SEER needs 'training', 'records' and the secret that its tamper() kept")
-    secret = seen.secret
+    if seen.training is None or seen.records is None or seen.kept is None:
+        raise Withheld("SEER needs 'training', 'records' and what its prepare() kept")
+    tensors, facts = seen.kept.tensors, seen.kept.facts
     _check_step(seen.training, seen.records)
-    if seen.records != secret["records"]:
+    if seen.records != facts["records"]:
         raise NotApplicable(
-            f"SEER was trained for batches of {secret['records']} and this update is of "
+            f"SEER was trained for batches of {facts['records']} and this update is of "
             f"{seen.records}: the property is that of one image in a batch"
         )
-    shrunk = decay(seen.training, 1)
     # The client sends lr · mean gradient, and the decoder knows the sum.
     times = seen.records / seen.training.lr
-    gradient = [
-        times * (seen.update[name] - shrunk * seen.model.get_parameter(name).detach())
-        for name in secret["names"]
-    ]
-    decoder = {name: secret[name] for name in DECODER}
-    code = disaggregate(read(gradient, secret["chosen"]) * secret["scale"], decoder)
-    return decode(code, decoder).view(seen.shape[0], secret["side"], secret["side"]).clamp(0, 1)
+    gradient = [times * gradient_sum(seen, name, torch.float32) for name in facts["names"]]
+    decoder = {name: tensors[name] for name in DECODER}
+    code = disaggregate(read(gradient, tensors.get("chosen")) * tensors["scale"], decoder)
+    channels, side = pictures(seen.record).shape[0], facts["side"]
+    return decode(code, decoder).view(channels, side, side).clamp(0, 1)
 
 
 DECODER = ("d.weight", "r.weight", "r.bias")
@@ -200,8 +215,8 @@ def decode(code: Tensor, decoder: Named) -> Tensor:
 
 
 def gradients(
-    model: nn.Module, values: Named, buffers: Named, batch: Batch, shares: Tensor,
-    training: LocalTraining, classes: int,
+    live: Setting, values: Named, buffers: Named, batch: Batch, shares: Tensor,
+    training: LocalTraining,
 ) -> list[tuple[Tensor, ...]]:  # fmt: skip
     """Σ_i share_i · g_i for every row of `shares` (rows, B), differentiable in `values`.
 
@@ -209,8 +224,8 @@ def gradients(
     loss is linear in its labels, so the derivative by their weight is the loss of each record.
     """
     weight = torch.ones(len(batch), 1, requires_grad=True)
-    labels = F.one_hot(batch.labels, classes) * weight
-    mean = loss(model, values | buffers, batch.inputs, labels, training)
+    labels = F.one_hot(batch.labels, live.task.count) * weight
+    mean = loss(live, values | buffers, batch.inputs, labels, training)
     (parts,) = torch.autograd.grad(mean, weight, create_graph=True)
     losses = parts.flatten() * len(batch)
     return [
@@ -238,7 +253,7 @@ def objective(rows: Tensor, picture: Tensor, decoder: Named, alpha: float) -> tu
 
 
 def _trained(
-    options: Seer, joint: Joint, target: Target, public: Dataset, model: nn.Module,
+    options: Seer, joint: Joint, target: Target, public: Dataset, live: Setting,
     rng: torch.Generator,
 ) -> tuple[Joint, float]:  # fmt: skip
     """One step of the joint training, on a batch of public images."""
@@ -252,7 +267,7 @@ def _trained(
     weights = {name: values[name] for name in joint.model}
     decoder = {name: values[name] for name in DECODER}
     buffers = {name: value.clone() for name, value in joint.buffers.items()}
-    found = gradients(model, weights, buffers, batch, shares, target.training, target.classes)
+    found = gradients(live, weights, buffers, batch, shares, target.training)
     rows = torch.stack([read(gradient, joint.chosen) for gradient in found]) * joint.scale
     goal = F.adaptive_avg_pool2d(batch.inputs[chosen], options.side).flatten()
     alpha, lr = _schedule(options, joint.step)
@@ -285,7 +300,7 @@ def _schedule(options: Seer, step: int) -> tuple[float, float]:
 
 
 def _begin(
-    options: Seer, target: Target, public: Dataset, model: nn.Module, rng: torch.Generator
+    options: Seer, target: Target, public: Dataset, live: Setting, rng: torch.Generator
 ) -> Joint:
     """The honest model, and a decoder that knows the mean picture of the public images only."""
     weights = parameters(target.model)
@@ -294,8 +309,8 @@ def _begin(
     batch = Batch(public.inputs[picked], public.labels[picked])
     leaves = {name: value.requires_grad_() for name, value in weights.items()}
     (first,) = gradients(
-        model, leaves, {n: b.clone() for n, b in buffers.items()}, batch,
-        torch.eye(1, target.records), target.training, target.classes,
+        live, leaves, {n: b.clone() for n, b in buffers.items()}, batch,
+        torch.eye(1, target.records), target.training,
     )  # fmt: skip
     count = sum(part.numel() for part in first)
     chosen = None
@@ -322,10 +337,10 @@ def _check(target: Target) -> Dataset:
         raise NotApplicable(
             "SEER trains its decoder on public images of the same kind: give target(round, public)"
         )
-    if tuple(target.public.inputs.shape[1:]) != target.shape:
+    if tuple(target.public.inputs.shape[1:]) != pictures(target.record).shape:
         raise InputError(
             f"the public images are {tuple(target.public.inputs.shape)}, the clients' records "
-            f"{target.shape}: resize them"
+            f"{target.record.shape}: resize them"
         )
     _check_step(target.training, target.records)
     if target.training.dropout != "off":
@@ -347,44 +362,22 @@ def _check_step(training: LocalTraining, records: int) -> None:
         )
 
 
-def _fingerprint(options: Seer, target: Target, public: Dataset, rng: torch.Generator) -> Tensor:
-    """What a kept training must agree on to be continued; as bytes, for a file of tensors."""
-    told = {k: v for k, v in asdict(options).items() if k not in ("folder", "every")}
-    digest = hashlib.sha256(
-        json.dumps([told, asdict(target.training), target.records, target.classes]).encode()
-    )
-    for tensor in (
-        *target.model.state_dict().values(), public.inputs, public.labels, rng.get_state(),
-    ):  # fmt: skip
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
-
-
-def _saved(joint: Joint, mark: Tensor, rng: torch.Generator) -> Named:
+def _kept(joint: Joint, rng: torch.Generator) -> Kept:
+    """The training so far, with its generator."""
     adam = {f"adam.{i}": tensor for i, tensor in enumerate(joint.adam.tensors())}
     buffers = {f"buffer.{name}": value for name, value in joint.buffers.items()}
-    return {
-        "mark": mark, "rng": rng.get_state(), "step": torch.tensor(joint.step),
-        "error": joint.error, **adam, **buffers,
-    }  # fmt: skip
+    state = {"rng": rng.get_state(), "error": joint.error}
+    return Kept(state | adam | buffers, {"step": joint.step})
 
 
-def _restored(joint: Joint, path: Path, mark: Tensor, rng: torch.Generator) -> Joint:
-    """The training in this file, with the generator as it was; refused if it is of another."""
-    kept = read_tensors(path)
-    if "mark" not in kept or not torch.equal(kept["mark"], mark):
-        raise CheckpointError(
-            f"{path} holds a SEER training with other options, another model, other public images "
-            "or another seed: name another folder, or remove the file to start anew"
-        )
-    step = int(kept["step"])
-    tensors = [kept[f"adam.{i}"] for i in range(len(joint.adam.tensors()))]
-    rng.set_state(kept["rng"])
+def _continued(joint: Joint, kept: Kept, rng: torch.Generator) -> Joint:
+    step, tensors = int(kept.facts["step"]), kept.tensors
+    adam = joint.adam.with_tensors([tensors[f"adam.{i}"] for i in range(len(joint.adam.tensors()))])
+    rng.set_state(tensors["rng"])
     return replace(
         joint,
-        adam=replace(joint.adam.with_tensors(tensors), steps=step),
-        buffers={name: kept[f"buffer.{name}"] for name in joint.buffers},
-        error=kept["error"],
+        adam=replace(adam, steps=step),
+        buffers={name: tensors[f"buffer.{name}"] for name in joint.buffers},
+        error=tensors["error"],
         step=step,
     )

@@ -29,24 +29,38 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
+    Reader,
     as_images,
     best,
     channelwise,
-    gradient,
     knowledge,
     ratios,
     reader,
 )
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.papers import Paper
+from leakgauge.ranges import POSITIVE, Range, count, option
+from leakgauge.records import pictures
 from leakgauge.types import (
     Knowledge,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
-    Tampered,
     Target,
+)
+
+PAPER = Paper(
+    "boenisch2023",
+    "Boenisch, Franziska and Dziedzic, Adam and Schuster, Roei and Shamsabadi, Ali Shahin and "
+    "Shumailov, Ilia and Papernot, Nicolas",
+    "When the Curious Abandon Honesty: Federated Learning Is Not Private",
+    2023,
+    "IEEE European Symposium on Security and Privacy",
+    "https://arxiv.org/abs/2112.02918",
 )
 
 
@@ -54,16 +68,18 @@ from leakgauge.types import (
 class TrapWeights:
     """Rows that only one record switches on (Boenisch 2023)."""
 
-    rows: int | None = None  # None: every unit of the layer
-    scale: float = 0.95
-    sigma: float = 0.5
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    rows: int | None = option(None, count(100_000))  # None: every unit of the layer
+    scale: float = option(0.95, Range(0, 1, open=True))
+    sigma: float = option(0.5, POSITIVE)
     magnitudes: Literal["paired", "independent"] = "paired"
     amplitude: Literal["sigma", "host"] = "sigma"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    manipulates: ClassVar[bool] = True
 
-    def tamper(
+    def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
-    ) -> Tampered:
+    ) -> Preparation:
         if not 0 < self.scale < 1:
             raise InputError(f"scale must lie between 0 and 1, got {self.scale}: units must be off")
         model = copy.deepcopy(target.model)
@@ -72,14 +88,14 @@ class TrapWeights:
         count = len(weight) if self.rows is None else self.rows
         if not 1 <= count <= len(weight):
             raise NotApplicable(f"rows is {count}, but {layer.weight!r} has {len(weight)} units")
-        pixels = prod(target.shape)
+        pixels = prod(target.record.shape)
         units = torch.randperm(len(weight), generator=rng)[:count]
         rows = self._rows(count, pixels, rng)
         shift = torch.zeros(count)
         if not layer.raw:
             mean, std = (
-                part.repeat_interleave(pixels // target.shape[0])
-                for part in channelwise(target.training, target.shape[0])
+                part.repeat_interleave(pixels // len(part))
+                for part in channelwise(pictures(target.record))
             )
             rows, shift = rows * std, rows @ mean
         if self.amplitude == "host":
@@ -89,7 +105,7 @@ class TrapWeights:
             weight[units] = 0.0
             weight[units, :pixels] = rows
             bias[units] = shift
-        return Tampered((model,), {"reader": layer, "units": units})
+        return Preparation(layer.kept(units), (model,))
 
     def _rows(self, count: int, pixels: int, rng: torch.Generator) -> Tensor:
         half = pixels // 2
@@ -106,12 +122,12 @@ class TrapWeights:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        secret, training, records = knowledge(seen, "trap-weights")
-        layer, units = secret["reader"], secret["units"]
-        weight = gradient(seen, layer.weight)[units, : prod(seen.shape)]
-        bias = gradient(seen, layer.bias)[units]
+        kept, _, records = knowledge(seen, "trap-weights")
+        layer, units = Reader.of(kept)
+        weight = gradient_sum(seen, layer.weight)[units, : prod(seen.record.shape)]
+        bias = gradient_sum(seen, layer.bias)[units]
         quotients, rows = ratios(weight, bias)
-        images = as_images(quotients, seen.shape, training, layer.raw)
+        images = as_images(quotients, seen.record, layer.raw)
         chosen = best(images, bias[rows].abs(), records)
         return Reconstruction(
             inputs=images[chosen].clamp(0, 1).float(),

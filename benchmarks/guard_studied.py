@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from leakgauge.fl.local import normalised, ready
-from leakgauge.types import Dataset, LocalTraining, Named
+from leakgauge.fl.local import ready
+from leakgauge.types import LocalTraining, Named
 
 Kind = Literal["relu", "leaky", "convolution", "product", "norm"]
 Functional = Literal["mean", "checkerboard"]
@@ -90,10 +90,10 @@ class Studied:
         return replace(training, batch_norm="eval") if self.kind == "norm" else training
 
     def tamper(
-        self, model: Host, public: Dataset, training: LocalTraining, rng: torch.Generator
+        self, model: Host, seen: Tensor, training: LocalTraining, rng: torch.Generator
     ) -> Callable[[Named], Tensor]:
-        """Change the model, and return how its update is read: to images as the layer sees them."""
-        seen = normalised(public.inputs, training)
+        """Change the model, given public images as they enter it, and return how its update is
+        read: to images as the layer sees them."""
         if self.kind == "norm":
             return _buffers(model, ready(model, training), seen)
         layer, rows = model.first, model.rows()

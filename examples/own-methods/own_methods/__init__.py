@@ -1,0 +1,1 @@
+"""An attack, a defence and a metric that LeakGauge has never seen."""

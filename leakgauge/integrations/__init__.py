@@ -1,0 +1,1 @@
+"""Other people's systems: the only modules that import them."""

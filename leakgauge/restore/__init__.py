@@ -1,0 +1,14 @@
+"""What makes a better picture of an attack's guess, without the update: one file per method.
+
+What a restorer adds is its own idea of a picture. Its *prior alone*, what it makes of pure noise,
+therefore stands beside every number of a restored guess.
+"""
+
+from leakgauge.restore.total_variation import TotalVariation
+from leakgauge.types import Restorer
+
+RESTORERS: dict[str, type[Restorer]] = {
+    "total-variation": TotalVariation,
+}
+
+__all__ = ["RESTORERS", "TotalVariation"]
