@@ -42,9 +42,8 @@ def _findings(result: Result) -> str:
 def _pictures(shown: list[Shown]) -> str:
     alone = sum(item.pair.truth is None for item in shown)
     pairs = f"{count(len(shown) - alone, 'pair')} of pictures"
-    parts = [*([pairs] if alone < len(shown) or not shown else []),
-             *([f"{count(alone, 'picture')} not scored"] if alone else [])]  # fmt: skip
-    return ", ".join(parts)
+    words = f"{count(alone, 'picture')} not scored"
+    return pairs if not alone else words if alone == len(shown) else f"{pairs}, {words}"
 
 
 def _defences(result: Result) -> str:
