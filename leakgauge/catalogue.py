@@ -106,7 +106,7 @@ def _offered(what: str) -> tuple[Entry, ...]:
             item = outside.load(word, offer.spec, offer.name, ours)
             about = item.score if word == "metric" else item
             summary = (inspect.getdoc(about) or "").partition("\n")[0]
-            active = hasattr(item, "tamper")
+            active = bool(getattr(item, "manipulates", False))
         except LeakGaugeError as error:
             problem = str(error)
         if word != "attack" or active == (what != word):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from leakgauge.ranges import count, option
-from leakgauge.types import Named
+from leakgauge.types import Here, Named
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,10 @@ class RoundOff:
 
     levels: int = option(4, count(1000))
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {"levels": self.levels}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         rounded = {}
         for name, value in update.items():
             step = value.abs().max().clamp_min(1e-30) / self.levels
