@@ -31,10 +31,6 @@ class Data:
         channels, height, width = self.private.inputs.shape[1:]
         return channels, height, width
 
-    @property
-    def classes(self) -> int:
-        return len(self.private.classes)
-
 
 def load_data(quick: bool) -> Data:
     """CIFAR-10 where LEAKGAUGE_DATA is set; else the built-in photographs, every third public."""

@@ -4,6 +4,7 @@ has studied the guard, or what a check costs. Each is one function, which return
 from __future__ import annotations
 
 import copy
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +37,8 @@ from leakgauge.fl import Scenario, aggregate, setting, simulate, tampered, targe
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard, Policy, Verdict
 from leakgauge.records import Scale, record_of
-from leakgauge.tensors import norm, parameters, seeded, subtract
-from leakgauge.types import Batch, Dataset, LocalTraining, Target, ThreatModel
+from leakgauge.tensors import norm, parameters, subtract
+from leakgauge.types import Batch, Dataset, LocalTraining, Setting, Target, ThreatModel
 
 CLIENTS = 4
 PROBED = 64  # records of which the attacks' recoveries are counted
@@ -50,7 +51,7 @@ Make = Callable[[], nn.Module]
 
 def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     """One federation, every client behind its own guard; its checks, benign and attacked."""
-    rng = seeded(seed, case.id)
+    rng = _rng(seed, case.id)
     training, scale = _training(case), _scale(data.private)
     make = _maker(case, data)
     model = _started(make, case, data, rng)
@@ -72,13 +73,13 @@ def play(case: Federation, data: Data, seed: int, policy: Policy) -> dict[str, A
             if case.attacks and index == 0:
                 attacked += _attacked(case, model, data, shards, guards, missed, met, index, rng)
             trained, sizes = [], []
+            own = _setting(model, data.private)
             for k, mine in enumerate(guards):
                 if case.partition == "dirichlet" and index == 1 + k % 3:
                     missed[k] = {name: count + 1 for name, count in missed[k].items()}
                     continue  # sits this round out
                 truth = _draw(data.private, shards[k], case.batch * case.steps, rng)
-                given = setting(model, truth, data.classes, scale)
-                local = train(given, truth, training, rng, defence, round_=index, client=k)
+                local = train(own, truth, training, rng, defence)
                 trained.append(local)
                 sizes.append(len(truth))
                 for name, guard in mine.items():
@@ -113,9 +114,9 @@ def _attacked(
     rng: torch.Generator,
 ) -> Iterator[dict[str, Any]]:
     """Every attack on this network, made from this model, checked by two of the clients."""
-    mine, records = guards[0][""], case.batch * case.steps
-    given = setting(model, data.shape, data.classes, mine.scale)
-    held = Target(given, mine.training, records, CLIENTS, data.public)
+    training = guards[0][""].training
+    records = case.batch * case.steps
+    held = Target(_setting(model, data.private), training, records, CLIENTS, data.public)
     for variant in VARIANTS:
         if case.host not in variant.hosts:
             continue
@@ -141,10 +142,11 @@ def recover(variant: Variant, data: Data, seed: int, policy: Policy) -> dict[str
     case = Federation(variant.hosts[0])
     make = _maker(case, data)
     for run in range(3):
-        rng = seeded(seed, variant.name, run)
+        rng = _rng(seed, variant.name, run)
         batch = _draw(data.private, torch.arange(len(data.private)), PROBED, rng)
         private = Dataset("batch", batch.inputs, batch.labels, data.private.classes)
-        training, scale = replace(_training(case), batch_size=len(batch), steps=1), _scale(private)
+        training = replace(_training(case), batch_size=len(batch), steps=1)
+        scale = _scale(private)
         round_ = simulate(Scenario(make, private, training, scale=scale), rng)
         attack = _attack(variant, data.public)
         sent = attack.prepare(target(round_, data.public), rng)
@@ -154,7 +156,8 @@ def recover(variant: Variant, data: Data, seed: int, policy: Policy) -> dict[str
         truth = round_.truths[0].inputs
         pairs = metrics.assign.optimal(guess.inputs, truth)
         scores = metrics.psnr(guess.inputs[pairs[pairs >= 0]], truth[pairs >= 0])
-        guard = Guard(make, training, scale=scale, policy=policy, secret=f"{seed}/{run}".encode())
+        secret = f"{seed}/{run}".encode()
+        guard = Guard(make, training, scale=scale, policy=policy, secret=secret)
         verdict = guard.check(sent.models[0].state_dict(), batch, first=True)
         share = next((d.score for d in verdict.detections if d.test == "isolation"), None)
         said = None if share is None else share * len(batch)
@@ -166,26 +169,28 @@ def recover(variant: Variant, data: Data, seed: int, policy: Policy) -> dict[str
 def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     """What a server that has studied the guard reads of 64 images, and what the guard says."""
     case: Studied = STUDIED[name]
-    scale = _scale(data.private)
+    classes = len(data.private.classes)
     training = case.training(replace(_training(Federation("mlp")), batch_size=PROBED, steps=1))
+    scale = _scale(data.private)
     record = record_of(data.private.inputs, scale)
 
     def make() -> Host:
-        return Host(case.kind, data.shape, data.classes)
+        return Host(case.kind, data.shape, classes)
 
     lines = []
     for run in range(3):
-        rng = seeded(seed, name, run)
+        rng = _rng(seed, name, run)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=rng)))
             model = make()
         few = part(data.public, torch.arange(min(2000, len(data.public))))
         read = case.tamper(model, record.entering(few.inputs), training, rng)
         batch = _draw(data.private, torch.arange(len(data.private)), PROBED, rng)
-        update = train(setting(model, batch, data.classes, scale), batch, training, rng).update
+        update = train(_setting(model, data.private), batch, training, rng).update
         spread = NOISE * norm(update) / sum(v.numel() for v in update.values()) ** 0.5
         noised = {n: v + spread * torch.randn(v.shape, generator=rng) for n, v in update.items()}
-        guard = Guard(make, training, scale=scale, policy=policy, secret=f"{seed}/{run}".encode())
+        secret = f"{seed}/{run}".encode()
+        guard = Guard(make, training, scale=scale, policy=policy, secret=secret)
         verdict = guard.check(model.state_dict(), batch, first=True)
         share = next((d.score for d in verdict.detections if d.test == "isolation"), 0.0)
         line: dict[str, Any] = {
@@ -203,15 +208,15 @@ def studied(name: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
 
 def cost(host: str, data: Data, seed: int, policy: Policy) -> dict[str, Any]:
     """CPU seconds of a check with a memory, and of one local epoch of 2000 records."""
-    case, rng = Federation(host), seeded(seed, "cost", host)
+    case, rng = Federation(host), _rng(seed, "cost", host)
     make = _maker(case, data)
     training, scale = _training(case), _scale(data.private)
     model = _started(make, case, data, rng)
     records = min(EPOCH, len(data.private))
     truth = _draw(data.private, torch.arange(len(data.private)), records, rng)
     began = time.process_time()
-    given = setting(model, truth, data.classes, scale)
-    local = train(given, truth, replace(training, epochs=1), rng)
+    own = _setting(model, data.private)
+    local = train(own, truth, replace(training, epochs=1), rng)
     epoch = (time.process_time() - began) * EPOCH / records
     held = _first(truth, case.batch * case.steps)
     guard = Guard(make, training, scale=scale, policy=policy, secret=b"cost")
@@ -244,20 +249,29 @@ def _attack(variant: Variant, public: Dataset) -> Any:
     return build(kind, options, variant.attack)
 
 
+def _rng(*key: object) -> torch.Generator:
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
 def _training(case: Federation) -> LocalTraining:
-    """As many steps as the case says."""
     return LocalTraining(batch_size=case.batch, steps=case.steps, **OPTIMISERS[case.optimiser])
 
 
-def _scale(private: Dataset) -> Scale:
-    """The private set's own mean and spread."""
-    mean = tuple(round(v, 4) for v in private.inputs.mean((0, 2, 3)).tolist())
-    return Scale(mean, tuple(round(v, 4) for v in private.inputs.std((0, 2, 3)).tolist()))
+def _scale(records: Dataset) -> Scale:
+    """By the set's own mean and spread."""
+    mean = tuple(round(v, 4) for v in records.inputs.mean((0, 2, 3)).tolist())
+    std = tuple(round(v, 4) for v in records.inputs.std((0, 2, 3)).tolist())
+    return Scale(mean, std)
+
+
+def _setting(model: nn.Module, records: Dataset) -> Setting:
+    return setting(model, records.inputs, len(records.classes), _scale(records))
 
 
 def _maker(case: Federation, data: Data) -> Make:
     def make() -> nn.Module:
-        model = HOSTS[case.host](data.shape, data.classes)
+        model = HOSTS[case.host](data.shape, len(data.private.classes))
         if case.start == "zero-head":
             head = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
             nn.init.zeros_(head.weight)
@@ -276,9 +290,8 @@ def _started(make: Make, case: Federation, data: Data, rng: torch.Generator) -> 
         public = Batch(data.public.inputs, data.public.labels)
         size = min(64, len(public))
         central = replace(_training(case), batch_size=size, steps=100, order="shuffled")
-        local = train(
-            setting(model, public, data.classes, _scale(data.public)), public, central, rng
-        )
+        own = _setting(model, data.public)
+        local = train(own, public, central, rng)
         state = subtract(parameters(model), local.update) | local.buffers
         model.load_state_dict(state)
     return model

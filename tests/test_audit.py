@@ -82,7 +82,9 @@ def truth_of(plan, seed: int = 0, stage: int = 0) -> Batch:
 def constant(value: float):
     """Grey images, as many as there are records."""
     return guessing(
-        lambda seen, *_: Reconstruction(torch.full((seen.records, *seen.shape), value), None, 0.0)
+        lambda seen, *_: Reconstruction(
+            torch.full((seen.records, *seen.record.shape), value), None, 0.0
+        )
     )
 
 
@@ -383,7 +385,9 @@ def test_an_attack_sees_what_the_threat_model_grants(tmp_path):
 
     def spy(seen, rng, resources):
         caught.append((seen, resources))
-        return Reconstruction(torch.rand(seen.records or 1, *seen.shape, generator=rng), None, 0.0)
+        return Reconstruction(
+            torch.rand(seen.records or 1, *seen.record.shape, generator=rng), None, 0.0
+        )
 
     for grants, realism in ((["records"], "realistic"), (["records", "labels"], "oracle")):
         plan = with_attacks(tiny(audit={"seconds": 9.0}), spy=guessing(spy))
@@ -570,7 +574,10 @@ class Mangle:
     def __init__(self, change):
         self.change = change
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         return self.change(update)
 
 

@@ -407,7 +407,10 @@ class Lossy:
 
     forgets: Literal["parameter", "half"] = "half"
 
-    def on_update(self, update, rng):
+    def announced(self):
+        return {}
+
+    def on_update(self, update, here, rng):
         if self.forgets == "parameter":
             return {name: value for name, value in update.items() if name != "fc1.bias"}
         return update | {"fc1.weight": update["fc1.weight"][:4]}

@@ -15,6 +15,7 @@ from leakgauge.attacks import Analytic
 from leakgauge.audit import Plan, Store, Watch, forecast, parse, run
 from leakgauge.errors import NotApplicable
 from leakgauge.types import (
+    Here,
     Knowledge,
     LocalTraining,
     Named,
@@ -69,7 +70,7 @@ class Search:
         self.clock.spend(self.each * work * self.iterations)
         self.clock.spend((self.restarts - 1) * (0.5 + self.each * work * self.iterations / 2))
         return Reconstruction(
-            torch.full((seen.records or 1, *seen.shape), self.value), None, residual=0.0
+            torch.full((seen.records or 1, *seen.record.shape), self.value), None, residual=0.0
         )
 
 
@@ -84,7 +85,9 @@ class Whole:
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
         self.clock.spend(7.0)
-        return Reconstruction(torch.zeros(seen.records or 1, *seen.shape), None, residual=0.0)
+        return Reconstruction(
+            torch.zeros(seen.records or 1, *seen.record.shape), None, residual=0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,10 @@ class Slow:
 
     clock: Clock
 
-    def on_update(self, update: Named, rng: torch.Generator) -> Named:
+    def announced(self) -> dict[str, object]:
+        return {}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         self.clock.spend(0.25)
         return update
 

@@ -148,9 +148,8 @@ def test_a_zero_head_and_a_pretrained_start_are_what_they_say():
     case = replace(zero, start="pretrained")
     model = guard_units._started(guard_units._maker(case, data), case, data, rng)
     batch = Batch(data.public.inputs, data.public.labels)
-    scale = guard_units._scale(data.public)
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (scale.mean, scale.std))
-    right = model((batch.inputs - mean) / std).argmax(1) == batch.labels
+    record = guard_units._setting(model, data.public).record
+    right = model(record.entering(batch.inputs)).argmax(1) == batch.labels
     assert right.float().mean() > 0.6
 
 

@@ -48,7 +48,7 @@ class Grey:
     needs: ClassVar = frozenset({"records"})
 
     def reconstruct(self, seen, rng, resources=None):
-        shape = (seen.records, *seen.shape)
+        shape = (seen.records, *seen.record.shape)
         return Reconstruction(torch.full(shape, self.value), None, residual=0.0)
 
 

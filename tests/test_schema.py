@@ -337,6 +337,14 @@ def test_a_real_file_of_schema_3_keeps_its_verdict_and_its_numbers(real):
             assert list(trial.found.labels or ()) == (told["labels"] or {}).get("guess", [])
 
 
+def test_keys_that_came_while_it_was_schema_3_may_be_absent(real):
+    real["times"]["forecast"] = {"cpu_seconds": 9.0, "megabytes": 5.0, "error": None}
+    del real["threat"]["malicious"]
+    found = schema.check(real)
+    assert found.threat.malicious is False
+    assert (found.times.forecast.low, found.times.forecast.high) == (None, None)
+
+
 def test_what_schema_3_said_in_words_is_read_from_them(real):
     trial = next(t for t in real["trials"] if t["kind"] == "trial" and t["status"] == "done")
     trial["notes"] = ["stopped by the time budget of 3 s after 5 of 9 iterations"]

@@ -194,16 +194,28 @@ def _from_3(old: Table) -> Table:
     names = dict.fromkeys(("psnr", *convert(scores, Table, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
     document = build(Document, plan, "result.plan", lenient=True)
-    named = convert(_get(old, "result", "references"), tuple[str, ...], "result.references")
-    papers = references.known(document, named)
-    new = {"schema": SCHEMA, "plan": plan, "trials": trials}
-    return old | new | {"metrics": plain(metrics), "references": plain(papers)}
+    used = convert(_get(old, "result", "references"), tuple[str, ...], "result.references")
+    threat = convert(_get(old, "result", "threat"), Table | None, "result.threat")
+    times = convert(_get(old, "result", "times"), Table, "result.times")
+    path = "result.times.forecast"
+    forecast = convert(_get(times, "result.times", "forecast"), Table | None, path)
+    return old | {
+        "schema": SCHEMA,
+        "plan": plan,
+        "trials": trials,
+        "metrics": plain(metrics),
+        "references": plain(references.known(document, used)),
+        # Keys that came while it was the schema
+        "threat": threat and {"malicious": False} | threat,
+        "times": times | {"forecast": forecast and {"low": None, "high": None} | forecast},
+    }
 
 
 def _rescaled(plan: Table) -> Table:
     """Schema 3 normalised in the table of the training."""
     federation = convert(plan.get("federation", {}), Table, "result.plan.federation")
-    training = convert(federation.get("training", {}), Table, "result.plan.federation.training")
+    path = "result.plan.federation.training"
+    training = convert(federation.get("training", {}), Table, path)
     scale = {key: training[key] for key in ("mean", "std") if key in training}
     return plan | {"federation": federation | {"record": scale}}
 
