@@ -27,9 +27,10 @@ import torch
 from leakgauge import models
 from leakgauge.attacks import Analytic
 from leakgauge.audit import Store, Watch, parse, read, run
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench
 from leakgauge.errors import InputError, MissingExtra, PlanError
 from leakgauge.integrations import ray as ours
+from leakgauge.tensors import seeded
 
 TINY: dict[str, Any] = {
     "federation": {
