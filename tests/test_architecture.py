@@ -107,7 +107,9 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def graph_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    return {module: imports(source, module) & FILES.keys() for module, source in sources.items()}
+    """What each module imports of the others (one may name itself: a class that travels does)."""
+    every = {module: imports(source, module) & FILES.keys() for module, source in sources.items()}
+    return {module: found - {module} for module, found in every.items()}
 
 
 def test_no_way_of_imports_leads_back():

@@ -23,7 +23,7 @@ from torch import nn
 
 from leakgauge import metrics, threat
 from leakgauge.audit import Store, Watch, images, parse, run, schema
-from leakgauge.audit.bench import _thinned, rng_of
+from leakgauge.audit.bench import _thinned
 from leakgauge.audit.cases import trials as cases
 from leakgauge.audit.document import Limit
 from leakgauge.audit.results import Found, LabelScore, Result, Score, Spread, Times, Trial
@@ -32,6 +32,7 @@ from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import simulate
+from leakgauge.tensors import seeded
 from leakgauge.types import Batch, Reconstruction
 
 
@@ -75,7 +76,7 @@ def with_attacks(plan, **attacks):
 
 def truth_of(plan, seed: int = 0, stage: int = 0) -> Batch:
     """What the audit keeps from the attacks: the records of the attacked round."""
-    round_ = simulate(plan.scenario(stage, "none"), rng_of(seed, "federation"))
+    round_ = simulate(plan.scenario(stage, "none"), seeded(seed, "federation"))
     return threat.covered(round_, plan.document.threat)
 
 

@@ -27,9 +27,10 @@ import torch
 from leakgauge import models
 from leakgauge.attacks import Analytic
 from leakgauge.audit import Store, Watch, parse, read, run
-from leakgauge.audit.bench import Bench, rng_of
+from leakgauge.audit.bench import Bench
 from leakgauge.errors import InputError, MissingExtra, PlanError
 from leakgauge.integrations import ray as ours
+from leakgauge.tensors import seeded
 
 TINY: dict[str, Any] = {
     "federation": {
@@ -121,7 +122,7 @@ def test_killed_workers_change_nothing_else(two_cpus, tmp_path):
     begun, ended, attacks = [], [], {}
     for name, times in (("once", 1), ("always", 9)):
         (tmp_path / name).mkdir()
-        seed = rng_of(2, f"attack/{name}").initial_seed()
+        seed = seeded(2, f"attack/{name}").initial_seed()
         attacks[name] = Deadly(tmp_path / name, seed, times)
     plan = parse(TINY | {"defence": [{"name": "none"}]}, "tiny", tmp_path)
     plan = dataclasses.replace(plan, attacks=attacks, asked=tuple(attacks))

@@ -1,15 +1,14 @@
-"""One trial: simulate, observe, attack, score. The only place where truth and guess meet.
+"""One trial: simulate, observe, attack, score.
 
 A trial is one attack on one client of one simulated round, for one seed (weights, records and
-attack randomness all follow from it). It ends as *done*, *not applicable* (the method cannot work
-on this model, with its reason) or *failed* (it crashed; the error is kept). An attack that the plan
-did not ask for never ends as failed. Errors in what the user gave (plan, data, model, update) are
-raised.
+attack randomness all follow from it). It ends as *done*, *unscored* (nobody knows the truth), *not
+applicable* (the method cannot work on this model, with its reason) or *failed* (it crashed; the
+error is kept). An attack that the plan did not ask for never ends as failed. Errors in what the
+user gave (plan, data, model, update) are raised.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,7 +24,8 @@ from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Found, LabelScore, Score, Sensitivity, Status, Times, Trial
+from leakgauge.audit.results import Found, Score, Sensitivity, Status, Times, Trial
+from leakgauge.audit.score import scored
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import NotApplicable
@@ -33,7 +33,7 @@ from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
 from leakgauge.kept import Checkpoint, key_of
-from leakgauge.metrics.labels import chance, multiset_accuracy
+from leakgauge.tensors import seeded
 from leakgauge.types import (
     Attack,
     Batch,
@@ -52,12 +52,6 @@ Progress: TypeAlias = Callable[[int, int, float], None]
 """Called with steps done, steps in all and the objective."""
 
 NOISE = 0.01  # pixel noise of the sensitivity, as a share of the range
-
-
-def rng_of(seed: int, purpose: str) -> torch.Generator:
-    """A generator of its own for each purpose of a seed, so that none disturbs another."""
-    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Bench:
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         alone = case.attack.partition("+")[0]  # the same guess, restored or not
-        attack_rng = rng_of(case.seed, f"attack/{alone}")
+        attack_rng = seeded(case.seed, f"attack/{alone}")
         if seen is None:
             round_, kept = self.played(case, attack, round_, attack_rng, resources)
             seen = threat.observe(round_, who, kept=kept)
@@ -123,7 +117,7 @@ class Bench:
             paths, files = images.drawn(case.id, None, guess.inputs, None)
             return replace(found, images=paths), None, files
         truth = threat.covered(round_, who)
-        rng = rng_of(case.seed, "score")
+        rng = seeded(case.seed, "score")
         score, paired = scored(self.plan, guess, truth, self.measures, rng, prior)
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
@@ -138,7 +132,7 @@ class Bench:
         restorer = self.plan.restorers.get(case.attack)
         if restorer is None:
             return guess, None
-        rng = rng_of(case.seed, "restore")
+        rng = seeded(case.seed, "restore")
         better = restorer.restore(guess.inputs, seen.record, rng)
         noise = torch.rand(guess.inputs.shape, generator=rng)
         return replace(guess, inputs=better), restorer.restore(noise, seen.record, rng)
@@ -163,7 +157,7 @@ class Bench:
         if made.models:
             if not isinstance(round_, Round):
                 raise NotApplicable("it changes the model before a round, and this one is over")
-            round_ = tampered(round_, made, rng_of(case.seed, "tampered"))
+            round_ = tampered(round_, made, seeded(case.seed, "tampered"))
         return round_, made.kept
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
@@ -186,7 +180,7 @@ class Bench:
         key = (case.stage, case.defence, case.seed, case.kept)
         if self._round is None or key != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
-            rng = rng_of(case.seed, "federation")
+            rng = seeded(case.seed, "federation")
             self._round = simulate(case.scenario(self.plan), rng, shown)
             self._key = key
         return self._round
@@ -195,7 +189,7 @@ class Bench:
         """How far a little pixel noise moves the update: 1 − cos(u(x + noise), u(x))."""
         round_ = self.simulated(case)
         assert isinstance(round_, Round)  # those that were captured are not explained
-        truth, rng = round_.truths[0], rng_of(case.seed, "noise")
+        truth, rng = round_.truths[0], seeded(case.seed, "noise")
         noisy = truth.inputs + NOISE * torch.randn(truth.inputs.shape, generator=rng)
         training = replace(round_.training, order="fixed")
         clean, moved = (
@@ -230,82 +224,6 @@ def found_by(guess: Reconstruction, seen: Observation) -> Found:
         facts=plain(guess.facts),
         zero_tensors=sum(zeros) / len(zeros),
         sparsity=diagnostics.sparsity(seen.update),
-    )
-
-
-def scored(
-    plan: Plan,
-    guess: Reconstruction,
-    truth: Batch,
-    measures: Mapping[str, Scorer],
-    rng: torch.Generator,
-    prior: Tensor | None = None,
-) -> tuple[Score, Tensor]:
-    """Everything measured on one guess, each number beside its no-information baseline (and that of
-    a restorer's `prior` alone); and the guesses in the order of the truths."""
-    audit = plan.document.audit
-    others = _others(plan.data.inputs, truth.inputs, audit.gallery, rng)
-    mean = metrics.baselines.mean_image(others).expand_as(truth.inputs)
-    pair = metrics.assign.optimal if audit.assignment == "optimal" else metrics.assign.best_match
-    index = pair(guess.inputs, truth.inputs)
-    found = index >= 0
-
-    def placed(guesses: Tensor, index: Tensor) -> Tensor:
-        """In the order of the truths; one without a guess is scored as if nothing were known."""
-        out = mean.clone()
-        out[index >= 0] = guesses[index[index >= 0]].to(out)
-        return out
-
-    paired = placed(guess.inputs, index)
-    chosen = metrics.baselines.random_images(others, len(truth), rng)
-    gallery = torch.cat([truth.inputs, others])
-    identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
-
-    def measured(inputs: Tensor) -> dict[str, tuple[float, ...]]:
-        return {name: tuple(m(inputs, truth.inputs).tolist()) for name, m in measures.items()}
-
-    score = Score(
-        records=len(truth),
-        scores=measured(paired) | {"identified": tuple((identified * found).tolist())},
-        mean_image=measured(mean),
-        random_image=measured(chosen),
-        identified=1 / len(gallery),
-        labels=_labels(guess.labels, truth.labels, plan),
-        prior_only=None if prior is None else measured(placed(prior, pair(prior, truth.inputs))),
-    )
-    return score, paired
-
-
-def _others(inputs: Tensor, truths: Tensor, count: int, rng: torch.Generator) -> Tensor:
-    """Up to `count` images of the set that are none of the truths."""
-    private = {truth.numpy().tobytes() for truth in truths}
-    kept: list[Tensor] = []
-    seen = set(private)
-    for i in torch.randperm(len(inputs), generator=rng).tolist():
-        key = inputs[i].numpy().tobytes()
-        if key not in seen:  # an image that stands twice could never be identified
-            seen.add(key)
-            kept.append(inputs[i])
-        if len(kept) == count:
-            break
-    if not kept:
-        raise NotApplicable(
-            f"the data set holds no image beside the {len(truths)} attacked ones: scores need some "
-            "for their baselines; use more data or fewer records"
-        )
-    return torch.stack(kept)
-
-
-def _labels(guess: Tensor | None, truth: Tensor, plan: Plan) -> LabelScore | None:
-    if guess is None:
-        return None
-    classes = len(plan.data.classes)
-    frequency = plan.data.labels.bincount(minlength=classes) / len(plan.data)
-    return LabelScore(
-        truth=tuple(sorted(truth.tolist())),
-        accuracy=multiset_accuracy(guess, truth, classes),
-        random=chance(truth, torch.full((classes,), 1 / classes)),
-        class_prior=chance(truth, frequency),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from leakgauge.audit import cases
-from leakgauge.audit.bench import Bench, Done, rng_of
+from leakgauge.audit.bench import Bench, Done
 from leakgauge.audit.cases import Case
 from leakgauge.audit.engine import Crew, Engine, Hooks
 from leakgauge.audit.forecast import forecast
@@ -27,6 +27,7 @@ from leakgauge.audit.store import Store
 from leakgauge.audit.workers import local
 from leakgauge.errors import NotApplicable
 from leakgauge.fl.simulate import initial_model
+from leakgauge.tensors import seeded
 from leakgauge.types import PreparedAttack
 
 
@@ -62,7 +63,7 @@ def run(
     torch.set_num_threads(plan.document.audit.threads)
     first = cases.trials(plan)[0]
     # Build the model once before anything is written: a wrong one is the user's to know now.
-    model = initial_model(first.scenario(plan), rng_of(first.seed, "federation"))
+    model = initial_model(first.scenario(plan), seeded(first.seed, "federation"))
     bench, watch = Bench(plan, store.prepared), watch or Watch()
 
     def opened() -> None:
