@@ -409,13 +409,13 @@ def list_(
 
 def _details(kind: str, entry: catalogue.Entry, long: bool) -> str:
     """What its author wrote about it, and its options; or the first line of that."""
-    from leakgauge.types import Metric
-
     origin = f" (from {entry.package})" if entry.package else ""
     if entry.problem:
         return escape(f"cannot be used{origin}: {entry.problem}")
     if not long:
         return escape(entry.summary + origin)
+    from leakgauge.types import Metric
+
     item = catalogue.load(entry)
     item = item.score if isinstance(item, Metric) else item
     made = item.func if isinstance(item, partial) else item

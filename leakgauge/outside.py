@@ -151,6 +151,11 @@ def load(what: str, spec: str, key: str, ours: Collection[str]) -> Any:
                 f"{what} {spec!r} has no {' or '.join(names)}: expected what "
                 f"leakgauge.types.{what.capitalize()} describes"
             )
+    if hasattr(item, "prepare") != hasattr(item, "manipulates"):
+        raise PlanError(
+            f"{what} {spec!r}: expected prepare and manipulates together, or none of them: see "
+            "leakgauge.types.PreparedAttack"
+        )
     return item
 
 

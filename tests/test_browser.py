@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_result import HOSTILE, failed, measured_by, rederive, sample, save
+from sample_result import HOSTILE, failed, measured_by, rederive, sample, save, unscored
 
 from leakgauge.audit import schema
 from leakgauge.audit.results import Measurement
@@ -75,6 +75,16 @@ def hostile(tmp_path_factory) -> Path:
     )
     loaded = schema.load(save(folder, rederive(made)))
     (folder / "report.html").write_text(html.render(loaded, folder, "show"), encoding="utf-8")
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unknown")
+    made = sample(folder, seeds=2, outcome="below the limit")
+    trials = tuple(unscored(t) if t.kind == "trial" else t for t in made.trials)
+    text = html.render(rederive(replace(made, trials=trials)), folder, "show")
+    (folder / "report.html").write_text(text, encoding="utf-8")
     return folder / "report.html"
 
 
@@ -162,7 +172,7 @@ def test_the_first_card_is_the_worst_leak(browser, report):
 
 
 @pytest.mark.parametrize("width", [390, 768, 1280])
-@pytest.mark.parametrize("which", ["report", "hostile"])
+@pytest.mark.parametrize("which", ["report", "hostile", "unknown"])
 def test_nothing_sticks_out_at_the_side(browser, which, width, request):
     visit(browser, request.getfixturevalue(which), width)
     whole = browser.execute_script("return document.documentElement.scrollWidth")
@@ -173,6 +183,25 @@ def test_nothing_sticks_out_at_the_side(browser, which, width, request):
         "e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
     )
     assert beyond == []
+
+
+def test_what_nobody_can_score_is_shown_alone_and_never_green(browser, unknown):
+    assert visit(browser, unknown) == []
+    assert visible(browser, ".outcome") == "Inconclusive"
+    assert "nobody knows the truth" in visible(browser, "h1")
+    captions = browser.find_elements("css selector", "#gallery figcaption b")
+    assert [caption.text for caption in captions] == ["not scored"] * 48
+    widths = browser.execute_script(
+        "return [...document.images].map(i => i.width / i.closest('figure').clientWidth)"
+    )
+    assert len(widths) == 48
+    assert min(widths) > 0.7  # alone, it has the room of two
+    green = browser.execute_script(
+        "return [...document.querySelectorAll('.below-the-limit, .risk, .passed')]"
+        ".filter(e => !e.closest('.reading, #control')).map(e => e.outerHTML)"
+    )
+    assert green == []
+    assert complaints(browser) == []
 
 
 def test_tables_are_read_line_by_line_on_a_phone(browser, report):

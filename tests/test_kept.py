@@ -87,13 +87,6 @@ def test_a_damaged_file_is_refused_in_words(tmp_path: Path, spoil: Any) -> None:
         place.load()
 
 
-def test_it_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    there: list[bool] = []
-    path = tmp_path / "kept.safetensors"
-    Checkpoint(path, "key", lambda: there.append(path.exists())).save(KEPT)
-    assert there == [False]
-
-
 # --- the key -----------------------------------------------------------------------------------
 
 

@@ -218,10 +218,15 @@ def test_each_trial_observes_its_round_once(
 ) -> None:
     observed = []
     observe = threat.observe
-    monkeypatch.setattr(threat, "observe", lambda *a: observed.append(a[0].secret) or observe(*a))
+
+    def noted(exchange, who, kept=None):
+        observed.append(kept)
+        return observe(exchange, who, kept=kept)
+
+    monkeypatch.setattr(threat, "observe", noted)
     result = run(parse(PLAN, "malicious", Path.cwd()), Store(tmp_path))
     assert [trial.status for trial in result.trials] == ["done"] * 4
-    assert sorted(secret is None for secret in observed) == [False, False, True, True]
+    assert sorted(kept is None for kept in observed) == [False, False, True, True]
 
 
 def audited(plan: dict[str, Any], out: Path) -> dict[str, Any]:

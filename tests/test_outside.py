@@ -18,12 +18,12 @@ from torch import nn
 
 from leakgauge import catalogue, cli, outside
 from leakgauge.attacks import parts
-from leakgauge.audit import parse, schema
+from leakgauge.audit import Store, parse, run, schema
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError, Withheld
 from leakgauge.guard import Guard, Policy
 from leakgauge.guard import policy as policies
-from leakgauge.records import AS_THEY_ARE
+from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining
 
 ATTACK = '''
@@ -34,7 +34,7 @@ from typing import ClassVar
 
 import torch
 
-from leakgauge.types import Reconstruction
+from leakgauge.types import Kept, Preparation, Reconstruction
 from beside import VALUE
 
 
@@ -59,7 +59,20 @@ class Changing(Grey):
     manipulates: ClassVar = True
 
     def prepare(self, target, rng, resources=None):
-        raise NotImplementedError
+        return Preparation(Kept(), (target.setting.model,))
+
+
+@dataclass(frozen=True)
+class Lying(Changing):
+    """Changes the model, and says that it does not."""
+
+    manipulates: ClassVar = False
+
+
+@dataclass(frozen=True)
+class Silent(Grey):
+    def prepare(self, target, rng, resources=None):
+        return Preparation(Kept())
 
 
 @dataclass(frozen=True)
@@ -280,6 +293,7 @@ def test_it_is_looked_for_beside_the_plan_first(folder: Path, tmp_path_factory: 
         ("theirs:NoData", "no dataclass: write @dataclass"),
         ("theirs:Deaf", "'theirs:Deaf' has no reconstruct: expected what leakgauge.types.Attack"),
         ("shields:Half", "'shields:Half' has no needs"),
+        ("theirs:Silent", "expected prepare and manipulates together"),
         ("theirs:Wordy", "a frozenset of labels, own, records, statistics, training; got ['tra"),
         ("theirs:Asking", "got frozenset({'everything'})"),
         ("theirs:Broken", "its needs failed (KeyError: 'lost')"),
@@ -323,6 +337,16 @@ def test_an_attack_from_outside_gets_no_more_than_the_threat_model_grants(folder
         planned(folder, [{"name": "theirs:Greedy"}])
     with pytest.raises(Withheld, match="attack 'Changing' changes the model"):
         planned(folder, [{"name": "theirs:Changing"}])
+
+
+def test_an_attack_that_says_it_is_honest_may_not_send_a_model(
+    folder: Path, tmp_path_factory: Any
+) -> None:
+    audit = {"exact": False, "control": False, "explain": False, "seeds": [0]}
+    plan = planned(folder, [{"name": "theirs:Lying"}], audit=audit)
+    (trial,) = run(plan, Store(tmp_path_factory.mktemp("out"))).trials
+    assert trial.status == "failed"
+    assert "says that it changes no model, but its prepare() gave one" in str(trial.error)
 
 
 def test_what_is_no_defence_is_refused(folder: Path) -> None:
@@ -461,8 +485,9 @@ def test_a_policy_names_a_detector_of_the_operators_own(folder: Path) -> None:
     strict = policies.read(path).policy
     assert decided(strict).decision == "REJECT"
     assert "a weight is large" in str(decided(strict))
-    training, scale = LocalTraining(), AS_THEY_ARE
-    assert policies.digest(strict, training, scale) != policies.digest(lax, training, scale)
+    training = LocalTraining()
+    digests = [policies.digest(one, training, Scale()) for one in (strict, lax)]
+    assert digests[0] != digests[1]
     policies.write(folder / "again.toml", policies.Settings(strict), [])
     assert policies.read(folder / "again.toml").policy == strict
     path.write_text(base + base[base.index("[[") :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from dataclasses import replace
 from html import unescape
@@ -10,7 +12,9 @@ import pytest
 from rich.console import Console
 from sample_result import failed, measured_by, rederive, rescored, sample, unscored
 from test_report_diff import printed
+from test_schema import REAL, schema_1, schema_2
 
+from leakgauge.audit import schema
 from leakgauge.audit.results import Measurement
 from leakgauge.audit.verdict import measurements
 from leakgauge.metrics import METRICS
@@ -177,6 +181,18 @@ def test_a_server_that_manipulates_is_called_so(tmp_path, told, form):
     assert re.search(rf"public \|? ?images that no client holds{held}", text)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", [schema_1, schema_2, copy.copy])
+def test_files_of_older_versions_have_every_form(tmp_path, told, form, make):
+    made = schema.check(make(json.loads(REAL.read_text(encoding="utf-8"))))
+    text = told(form, made, tmp_path)
+    assert tidy(first_screen.headline(made)) in text
+    assert ("written before audits gave a verdict" in text) == (make is schema_1)
+    for row, found in contents.measured(made):
+        assert row.attack in text
+        assert f"{found.scores['psnr'].median:.1f}" in text
+
+
 def test_the_worst_picture_is_never_an_oracle_s(tmp_path):
     made = sample(tmp_path, attacks=("inverting-gradients", "dlg"))
     trials = tuple(
@@ -234,6 +250,22 @@ def test_every_metric_is_in_a_comparison(foggy):
         for metric in foggy.metrics[1:]:
             median = f"{row.measured.scores[metric.name].median:.3g}"
             assert f"{median} → {median}" in text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_metrics_are_shown_whole(tmp_path, told, form):
+    made = sample(tmp_path, seeds=1, attacks=("[red]analytic",), defences=("none",))
+    for i in range(9):
+        made = measured_by(
+            made, Measurement(f"m{i}", f"M{i}", "", "lower"), lambda psnr: psnr / 9e4
+        )
+    number = f"{made.summary[0].measured.scores['m8'].median:.3g}"
+    text = told(form, made, tmp_path)
+    if form == "terminal":  # cells break where they must
+        assert "[red]analytic" in text.split("PSNR: how")[0]  # no markup
+        assert printed(diff.compare(made, made)).replace("│", "").count("…") == text.count("…") == 0
+    else:
+        assert text.count(number) >= 9
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -28,7 +28,7 @@ from leakgauge.audit.results import Found, Score, Sensitivity, Status, Times, Tr
 from leakgauge.audit.score import scored
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
-from leakgauge.errors import NotApplicable
+from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
@@ -155,6 +155,11 @@ class Bench:
         place = Checkpoint(self.prepared / f"{key}.safetensors", key)
         made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
         if made.models:
+            if not attack.manipulates:
+                raise InputError(
+                    f"attack {case.attack!r} says that it changes no model, but its prepare() gave "
+                    "one to send: set manipulates = True"
+                )
             if not isinstance(round_, Round):
                 raise NotApplicable("it changes the model before a round, and this one is over")
             round_ = tampered(round_, made, seeded(case.seed, "tampered"))

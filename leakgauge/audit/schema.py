@@ -214,8 +214,7 @@ def _from_3(old: Table) -> Table:
 def _rescaled(plan: Table) -> Table:
     """Schema 3 normalised in the table of the training."""
     federation = convert(plan.get("federation", {}), Table, "result.plan.federation")
-    path = "result.plan.federation.training"
-    training = convert(federation.get("training", {}), Table, path)
+    training = convert(federation.get("training", {}), Table, "result.plan.federation.training")
     scale = {key: training[key] for key in ("mean", "std") if key in training}
     return plan | {"federation": federation | {"record": scale}}
 

@@ -125,7 +125,7 @@ def _numbers(
     for name in [*(["round"] if stages else []), "defence", "attack"]:
         table.add_column(name, overflow="fold")
     for name in columns:
-        table.add_column(_text(name), justify="right", no_wrap=no_wrap)
+        table.add_column(_text(name), justify="right", no_wrap=no_wrap, overflow="fold")
     for row, numbers in zip(comparison.rows, cells, strict=True):
         stage = [str(row.round)] if stages else []
         table.add_row(*stage, _text(row.defence), _text(row.attack), *numbers)

@@ -42,9 +42,8 @@ def _findings(result: Result) -> str:
 def _pictures(shown: list[Shown]) -> str:
     alone = sum(item.pair.truth is None for item in shown)
     pairs = f"{count(len(shown) - alone, 'pair')} of pictures"
-    parts = [*([pairs] if alone < len(shown) or not shown else []),
-             *([f"{count(alone, 'picture')} not scored"] if alone else [])]  # fmt: skip
-    return ", ".join(parts)
+    words = f"{count(alone, 'picture')} not scored"
+    return pairs if not alone else words if alone == len(shown) else f"{pairs}, {words}"
 
 
 def _defences(result: Result) -> str:
@@ -55,7 +54,9 @@ def _defences(result: Result) -> str:
 
 def _labels(result: Result) -> str:
     read = [found.labels.accuracy for _, found in contents.measured(result) if found.labels]
-    return f"up to {percent(max(read))} read" if read else "no attack named any"
+    if read:
+        return f"up to {percent(max(read))} read"
+    return "no attack named any" if contents.measured(result) else "not scored"
 
 
 def _why(result: Result) -> str:

@@ -56,15 +56,15 @@ def _table(
     )
     table.add_column("attack", overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=bool(caption), overflow="fold")
     section = None
     for row, cells in rows:
         if (row.round, row.defence) != section:
             section = row.round, row.defence
             after = f"round {row.round}, " if contents.several_rounds(result) else ""
             table.add_section()
-            table.add_row(f"[bold]{after}{contents.named(row.defence)}[/]")
-        table.add_row(f"  {row.attack}", *cells)
+            table.add_row(f"[bold]{after}{escape(contents.named(row.defence))}[/]")
+        table.add_row(f"  {escape(row.attack)}", *cells)
     return table
 
 
