@@ -334,8 +334,6 @@ def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Da
             f"{len(records)}: leave some for the clients"
         )
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
-    if not count:
-        order = torch.arange(len(records))
     chosen, rest = order[:count].sort().values, order[count:].sort().values
     public, private = (
         replace(records, inputs=records.inputs[i], labels=records.labels[i]) for i in (chosen, rest)
