@@ -33,6 +33,8 @@ from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
+from leakgauge.fl.local import step_count
+from leakgauge.fl.simulate import records_of
 from leakgauge.types import Attack, Iterative
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
@@ -212,17 +214,12 @@ class _Refused(Exception):
 def _work(plan: Plan, case: Case) -> int:
     """Records that go through the network for one simulated update of this case."""
     scenario = case.scenario(plan)
-    training, records = scenario.training, scenario.records or scenario.training.batch_size
-    if records == "all":
-        records = len(scenario.data) // scenario.clients
-    steps = (
-        training.steps
-        if training.epochs is None
-        else training.epochs * math.ceil(records / training.batch_size)
+    steps = step_count(
+        records_of(scenario, len(scenario.data) // scenario.clients), scenario.training
     )
     alone = case.threat(plan).actor == "server"
     clients = 1 if alone else scenario.participants or scenario.clients
-    return steps * training.batch_size * clients
+    return steps * scenario.training.batch_size * clients
 
 
 def _peak_megabytes() -> float:

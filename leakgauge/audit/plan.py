@@ -29,6 +29,7 @@ from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
+from leakgauge.fl.local import step_count
 from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
@@ -194,9 +195,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
-    where = captured.folder_of(document.federation, folder)
-    if where is not None:
-        document = captured.filled(document, where)
+    rounds = captured.found(document.federation, folder)
+    if rounds:
+        document = captured.filled(document, rounds)
     federation = document.federation
     if federation.model is None:
         raise PlanError(f"{name}.federation: key 'model' is missing")
@@ -221,11 +222,11 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     choose(models.INITS, federation.init, "initialisation")
     partition = _partition(federation.partition)
     defences, others = _each("defence", {**DEFENCES, NO_DEFENCE: None}, document.defence, folder)
-    records = captured.records(where) if where else _load(federation.data, folder)
+    records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder)
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
-    malicious = document.threat.malicious and where is None
+    malicious = document.threat.malicious and not rounds
     public, private = _set_aside(records, federation.public, malicious)
     plan = Plan(
         name=name,
@@ -241,10 +242,10 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         restorers=restorers,
         outside=(*outside, *others, *(one for one in scores if one.spec)),
     )
-    if where is None:
+    if not rounds:
         return plan
-    rounds = captured.rounds(where, plain_model(plan._make_model(), "made_by"))
-    return replace(plan, captured=rounds, data=captured.with_truths(private, rounds))
+    sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
+    return replace(plan, captured=sent, data=captured.with_truths(private, sent))
 
 
 def _path(folder: Path, path: str) -> Path:
@@ -386,8 +387,8 @@ def _check_actor(who: ThreatModel, federation: Federation) -> None:
 
 def _check_length(training: LocalTraining, records: int) -> None:
     """Refuse local training that would never end."""
-    steps = training.epochs and training.epochs * -(-records // training.batch_size)
-    if steps and steps > MOST_STEPS:
+    steps = step_count(records, training)
+    if training.epochs and steps > MOST_STEPS:
         raise PlanError(
             f"federation.training.epochs = {training.epochs} is up to {steps:,} steps of batch "
             f"size {training.batch_size} on {records:,} records; at most {MOST_STEPS:,} are "
