@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from leakgauge._version import __version__
 from leakgauge.config import build, plain
 from leakgauge.errors import InputError, LeakGaugeError, PlanError
-from leakgauge.files import read_plain, read_tensors, some, tensor_bytes, write_atomic
+from leakgauge.files import read_plain, read_tensors, some, tensor_bytes, write_atomic, write_json
 from leakgauge.fl import aggregate
 from leakgauge.records import Classes, Columns, Images, Record, Tokens
 from leakgauge.tensors import check_like, parameters, subtract
@@ -121,8 +121,7 @@ def capture(
         digests={suffix: hashlib.sha256(content).hexdigest() for suffix, content in files.items()},
     )
     path = stem.with_name(f"{stem.name}.json")
-    text = json.dumps(plain(manifest), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomic(path, text.encode(), private=True, fresh=True)
+    write_json(path, plain(manifest), private=True, fresh=True)
     return path
 
 

@@ -207,9 +207,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     chosen: dict[str, Metric] = {}
     for one in scores:
         chosen[unused(one.key, chosen)] = one.item
-    restorers: dict[str, Restorer] = {}
     ours = ATTACKS | ACTIVE_ATTACKS
-    attacks, outside = _each("attack", ours, document.attack, folder, restorers)
+    attacks, restorers, outside = _each("attack", ours, document.attack, folder)
     for key, attack in attacks.items():
         _check_needs(key, attack)
         threat.check(key, attack, document.threat)
@@ -221,7 +220,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         choose(models.MODELS, model, "model")
     choose(models.INITS, federation.init, "initialisation")
     partition = _partition(federation.partition)
-    defences, others = _each("defence", {**DEFENCES, NO_DEFENCE: None}, document.defence, folder)
+    known = {**DEFENCES, NO_DEFENCE: None}
+    defences, _, others = _each("defence", known, document.defence, folder)
     records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder)
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
@@ -267,26 +267,23 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
 
 
 def _each(
-    what: str,
-    ours: Mapping[str, Any],
-    tables: tuple[Table, ...],
-    folder: Path,
-    restorers: dict[str, Restorer] | None = None,
-) -> tuple[dict[str, Any], list[Method]]:
-    """Instances by name, a name used again with a number; and those from outside this package.
-    Restorers that the tables name are added to `restorers`, under the name of what they restore."""
+    what: str, ours: Mapping[str, Any], tables: tuple[Table, ...], folder: Path
+) -> tuple[dict[str, Any], dict[str, Restorer], list[Method]]:
+    """Instances by name, a name used again with a number; the restorers of attacks, under the name
+    of what they restore; and those from outside this package."""
     made: dict[str, Any] = {}
+    restorers: dict[str, Restorer] = {}
     outside = []
     for table in tables:
         name, options = _name(table, what)
-        chosen = None if restorers is None else options.pop(RESTORE, None)
+        chosen = options.pop(RESTORE, None) if what == "attack" else None
         method = find(what, name, ours, folder)
         if method.item is None and options:
             raise PlanError(f"{what} {name!r} takes no options, got {', '.join(options)}")
         found = method.item and method.make(options, f"{what} {name!r}")
         outside += [method] if method.spec else []
         key = method.key
-        if restorers is not None and chosen is not None:
+        if chosen is not None:
             chosen = convert(chosen, str | dict[str, Any], f"{what} {name!r}: {RESTORE}")
             own, more = _name(chosen, "restorer")
             restorer = find("restorer", own, RESTORERS, folder)
@@ -294,7 +291,7 @@ def _each(
             restorers[key] = restorer.make(more, f"restorer {own!r}")
             outside += [restorer] if restorer.spec else []
         made[unused(key, made)] = found
-    return made, outside
+    return made, restorers, outside
 
 
 def _partition(value: str | Table) -> Partition:
