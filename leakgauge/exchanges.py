@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from leakgauge._version import __version__
 from leakgauge.config import build, plain
 from leakgauge.errors import InputError, LeakGaugeError, PlanError
-from leakgauge.files import read_plain, read_tensors, some, tensor_bytes, write_atomic
+from leakgauge.files import json_text, read_plain, read_tensors, some, tensor_bytes, write_atomic
 from leakgauge.fl import aggregate
 from leakgauge.records import Classes, Columns, Images, Record, Tokens
 from leakgauge.tensors import check_like, parameters, subtract
@@ -121,7 +121,7 @@ def capture(
     )
     table = plain(manifest)
     try:
-        files["json"] = json.dumps(table, indent=1, ensure_ascii=False, allow_nan=False).encode()
+        files["json"] = json_text(table).encode()
         build(Manifest, table, "round")  # what could not be read is not written
     except (TypeError, PlanError) as error:
         raise InputError(f"made_by or announced cannot be written as JSON: {error}") from error
