@@ -54,8 +54,8 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def write_json(path: Path, value: Any, *, private: bool = False, fresh: bool = False) -> None:
-    write_atomic(path, f"{json_text(value)}\n".encode(), private=private, fresh=fresh)
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, f"{json_text(value)}\n".encode())
 
 
 def read_plain(path: Path) -> bytes:

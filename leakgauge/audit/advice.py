@@ -158,7 +158,8 @@ def _unscored(summary: Iterable[Row]) -> tuple[str, str]:
     return (
         f"nobody knows the truth behind {count}: what the attacks made was not scored, and may "
         "show the records.",
-        "Look at the pictures yourself, or give the true records with the captured updates.",
+        "Look at the pictures yourself (`leakgauge report FOLDER --images show`), or give the true "
+        "records with the captured updates.",
     )
 
 
