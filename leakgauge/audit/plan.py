@@ -292,9 +292,8 @@ def _each(
 
 def _partition(value: str | Table) -> Partition:
     name, options = _name(value, "partition")
-    where = f"partition {name!r}"
-    made: Partition = build(choose(PARTITIONS, name, "partition"), options, where)
-    check_numbers(made, where)
+    method = Method(name, choose(PARTITIONS, name, "partition"))
+    made: Partition = method.make(options, f"partition {name!r}")
     return made
 
 
