@@ -46,7 +46,7 @@ from leakgauge import catalogue
 from leakgauge._version import __version__
 from leakgauge.cli_guard import Output
 from leakgauge.cli_guard import app as guard_app
-from leakgauge.config import choose, no_exit
+from leakgauge.config import choose, no_exit, toml
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
 if TYPE_CHECKING:
@@ -431,16 +431,8 @@ def _options(item: Callable[..., Any]) -> list[str]:
         if parameter.default in (parameter.empty, None):
             options += [name] if name not in FILLED else []
         else:
-            options.append(f"{name}={_toml(parameter.default)}")
+            options.append(f"{name}={toml(parameter.default)}")
     return options
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 @data_app.command("fetch")

@@ -338,6 +338,14 @@ def test_a_plan_names_attacks_for_captured_rounds(loop, monkeypatch):
     assert plan.fingerprint != other.fingerprint
 
 
+def test_the_twin_of_a_captured_federation_has_its_weights(loop, monkeypatch):
+    monkeypatch.chdir(loop)
+    plan = read(Path("captured"))
+    model = plan.scenario(0, "none").make_model()
+    for name, value in plan.captured[0].model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
 def test_rounds_of_different_federations_are_not_mixed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     captured(tmp_path / "two")

@@ -11,8 +11,8 @@ and of Adam (Kingma & Ba, 2015) with L2 weight decay, also as in torch.optim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,31 +110,19 @@ def outputs(
     return out
 
 
-def _dropout(
-    training: LocalTraining, step: int, device: torch.device
-) -> AbstractContextManager[object]:
+@contextmanager
+def _dropout(training: LocalTraining, step: int, device: torch.device) -> Iterator[None]:
     """Inside, the masks of `step` are drawn; outside, the global generator is as before."""
     if training.dropout == "off":
-        return nullcontext()
-    return _Replay(training.dropout_seed + step, device)
-
-
-class _Replay:
-    def __init__(self, seed: int, device: torch.device):
-        self._seed = seed
-        self._device = device
-        devices = [device] if device.type == "cuda" else []
-        self._fork = torch.random.fork_rng(devices=devices)
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.default_generator.manual_seed(self._seed)  # torch.manual_seed reseeds all GPUs too
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        self._fork.__exit__(None, None, None)
+        yield
+        return
+    seed = training.dropout_seed + step
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed reseeds all GPUs too
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from leakgauge.metrics.pixels import (
     PSNR_CAP,
     affine_psnr,
     mse,
-    pairwise_contrast_free,
     pairwise_mse,
     psnr,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "load_lpips",
     "loaded",
     "mse",
-    "pairwise_contrast_free",
     "pairwise_mse",
     "psnr",
     "reidentified",

@@ -24,7 +24,9 @@ from leakgauge.audit.results import (
     Spread,
     Trial,
 )
+from leakgauge.config import toml
 from leakgauge.errors import InputError
+from leakgauge.outside import unused
 from leakgauge.report.wording import (
     MOST_LISTED,
     NOTHING,
@@ -37,7 +39,6 @@ from leakgauge.report.wording import (
     percent,
     shortened,
     span,
-    toml,
 )
 from leakgauge.types import LocalTraining
 
@@ -396,11 +397,7 @@ def settings(methods: Sequence[Table]) -> dict[str, str]:
     """Options of each attack or defence as the plan gives them, by the key that names its rows."""
     named: dict[str, str] = {}
     for options in methods:
-        name = key = str(options["name"])
-        again = 1
-        while key in named:  # as in the plan: a name used again gets a number
-            again += 1
-            key = f"{name}-{again}"
+        key = unused(str(options["name"]), named)  # as in the plan
         named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
     return named
 

@@ -15,7 +15,7 @@ from leakgauge.audit.advice import CAP, capped, defended
 from leakgauge.audit.document import Limit
 from leakgauge.audit.results import Measured, Measurement, Result, Row
 from leakgauge.audit.summary import derived
-from leakgauge.config import plain
+from leakgauge.config import plain, toml
 from leakgauge.errors import InputError
 from leakgauge.report import contents, first_screen, wording
 from leakgauge.report.wording import NOTHING
@@ -83,9 +83,7 @@ def tables(comparison: Comparison) -> list[Table]:
     head.add_row("name", *map(_text, comparison.names))
     head.add_row("verdict", *comparison.outcomes)
     for key, *values in comparison.plans:
-        head.add_row(
-            _text(key), *(NOTHING if v is None else _text(wording.toml(v)) for v in values)
-        )
+        head.add_row(_text(key), *(NOTHING if v is None else _text(toml(v)) for v in values))
     rows = _numbers(
         comparison,
         "Medians of the PSNR in dB, and labels read",
