@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.grad import conv2d_weight
 
+from leakgauge.attacks._matching import lbfgs
 from leakgauge.attacks._separation import Separated, rectified, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
@@ -369,15 +370,7 @@ def invert(
     size = value.square().sum()
     image = 0.1 * torch.randn(1, *trace.shape[trace.input], generator=rng).double()
     image.requires_grad_()
-    search = torch.optim.LBFGS(
-        [image],
-        max_iter=evaluations,
-        max_eval=evaluations,
-        history_size=50,
-        tolerance_grad=0.0,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
+    search = lbfgs([image], evaluations, memory=50)
     best, found, losses = math.inf, image.detach().clone(), []
 
     def objective() -> Tensor:

@@ -188,7 +188,6 @@ class Found:
 def recover(seen: Observation, tolerance: float) -> Found:
     """Every patch or token that was alone between two thresholds, from an update."""
     assert seen.training is not None
-    assert seen.records is not None
     refuse_rescaled(seen.training, "Decepticons")
     model: Any = copy.deepcopy(seen.model).double().eval()
     _check(model)
