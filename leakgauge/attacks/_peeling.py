@@ -67,20 +67,6 @@ Equation: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
 """An affine function of the unknown activations, and what it must give."""
 
 
-class _Known(torch.autograd.Function):
-    """An activation whose output is known: its input may be anything, its slope is known too."""
-
-    @staticmethod
-    def forward(ctx: Any, entering: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *passed: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return passed[0] * slope, None, None
-
-
 @dataclass
 class Peeled:
     """Activations known of every record, from the top down, and why it went no further."""
@@ -235,9 +221,9 @@ def _signals(done: Peeled, node: fx.Node) -> dict[fx.Node, Tensor]:
     def value(one: fx.Node) -> Any:
         if one not in values:
             if trace.kind[one] in ("relu", "smooth") and one in known:
-                values[one] = _Known.apply(  # type: ignore[no-untyped-call]
-                    value(one.all_input_nodes[0]), known[one], trace.slope(one, known[one])
-                )
+                entering = value(one.all_input_nodes[0])  # may be anything: it only passes slopes
+                slope = trace.slope(one, known[one])
+                values[one] = known[one] + slope * (entering - entering.detach())
             elif trace.bent(one):  # its value plays no part: only slopes are wanted
                 shape = (len(start.maps), *trace.shape[one])
                 values[one] = start.maps.new_zeros(shape).requires_grad_()
