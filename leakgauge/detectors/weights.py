@@ -74,15 +74,12 @@ class Weights:
         def drawn() -> torch.Generator:
             return torch.Generator().manual_seed(seed)
 
-        def duplicates(rows: Tensor, bias: Tensor | None) -> float | None:
-            return duplicate_share(
-                rows, drawn(), self.cosine, self.sample, self.fan_in, self.rows
-            )  # fmt: skip
-
         return (
             ("duplicate-rows", self.duplicate_rows, "reject",
              "a share of {score:.2f} of the rows of {name} are copies of each other, as in a layer "
-             "made to sort inputs into bins", duplicates),
+             "made to sort inputs into bins",
+             lambda rows, bias: duplicate_share(
+                 rows, drawn(), self.cosine, self.sample, self.fan_in, self.rows)),
             ("zero-rows", self.zero_rows, "reject",
              "a share of {score:.2f} of the rows of {name} is zero, as in a layer made to let one "
              "class or feature through", _zero_rows),
