@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from leakgauge.attacks import AGIC, SAPAG, BayesAttack, GradInversion, HFGradInv
 from leakgauge.attacks import InvertingGradients as IG
 from leakgauge.attacks._engine import Engine
-from leakgauge.attacks._objectives import Distance, cosine, ramp
+from leakgauge.attacks._objectives import Distance, cosine, ramp, relative_squared
 from leakgauge.attacks._priors import batch_norm
 from leakgauge.attacks._spaces import SPACES, SpaceName
 from leakgauge.attacks.agic import at_once, by_layer
 from leakgauge.attacks.bayes import surprise, where_sent
-from leakgauge.attacks.gradinversion import ROUNDS, Stretch, relative, together
+from leakgauge.attacks.gradinversion import ROUNDS, Stretch, together
 from leakgauge.attacks.hfgradinv import layer_sets, tail
 from leakgauge.attacks.sapag import kernels
 from leakgauge.errors import NotApplicable, Withheld
@@ -125,7 +125,7 @@ def distance_at_truth(
 DISTANCES: dict[str, Distance] = {
     "sapag": kernels(1.0, 0.1),
     "agic": by_layer(10.0),
-    "gradinversion": relative,
+    "gradinversion": relative_squared,
     "gaussian": surprise("gaussian", 0.1),
     "no noise": surprise("none", 0.1),
 }
@@ -299,7 +299,7 @@ def test_gradinversion_matches_the_relative_squared_distance() -> None:
         off = torch.stack([(g - t).square().sum() for g, t in zip(guess, target, strict=True)])
         return off.sum() / torch.stack([t.square().sum() for t in target]).sum()
 
-    agrees(relative, formula, gradients(0), gradients(1))
+    agrees(relative_squared, formula, gradients(0), gradients(1))
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leakgauge import metrics, models
 from leakgauge.attacks import ExactRecursion, _separation
-from leakgauge.attacks._peeling import Peeled, _solved, peel
+from leakgauge.attacks._peeling import Peeled, Watch, _solved, peel
 from leakgauge.attacks._separation import (
     common_maps,
     least_squares,
@@ -193,13 +193,13 @@ def test_a_wrong_mask_is_found_and_put_right() -> None:
     below = next(n for n in reversed(trace.nodes[: trace.nodes.index(found.source)])
                  if trace.bent(n))  # fmt: skip
     none = {found.source: torch.zeros_like(found.unsure)}
-    right = _solved(trace, gradient, found, Peeled({found.source: found.maps}, none), below)
+    right = _solved(Peeled(trace, gradient, found, {found.source: found.maps}, none), below)
     spoilt = found.maps.clone()
     active = spoilt.where(spoilt > 0, torch.inf)
     smallest = active.flatten().argmin()
     spoilt.view(-1)[smallest] = 0.0
     known = {found.source: spoilt}
-    mended = _solved(trace, gradient, found, Peeled(known, none), below)
+    mended = _solved(Peeled(trace, gradient, found, known, none), below)
     assert right is not None
     assert mended is not None
     assert known[found.source].view(-1)[smallest] > 0
@@ -209,17 +209,9 @@ def test_a_wrong_mask_is_found_and_put_right() -> None:
 def test_peeling_stops_at_a_pool_and_says_so() -> None:
     seen, _ = federated("lenet-5", activation="relu", pool="max")
     trace, gradient = Trace(seen.model, seen.record.shape), gradient_of(seen)
-    done = peel(trace, gradient, separate(trace, gradient, 1, seeded()), Silent())
+    done = peel(trace, gradient, separate(trace, gradient, 1, seeded()), Watch(Resources(), 1))
     assert "act2" in done.stopped
     assert done.lowest.name == "pool2"
-
-
-class Silent:
-    def __call__(self, misfit: float) -> None:
-        pass
-
-    def open(self) -> bool:
-        return True
 
 
 # ---------------------------------------------------------------- refusals

@@ -14,14 +14,13 @@ from torch import nn
 from leakgauge import metrics, models
 from leakgauge.attacks import smooth_to_sharp
 from leakgauge.attacks._matching import Adam, Lbfgs, Search
-from leakgauge.attacks._objectives import squared
+from leakgauge.attacks._objectives import relative_squared, squared
 from leakgauge.attacks.smooth_to_sharp import (
     SmoothToSharp,
     distance,
     errors_of,
     lengths,
     recovered,
-    relative_squared,
 )
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos

@@ -62,9 +62,8 @@ class Gate(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._choices: list[
-            tuple[Tensor, bool]
-        ] = []  # what was kept, and whether x was overwritten
+        # What was kept, and whether x was overwritten.
+        self._choices: list[tuple[Tensor, bool]] = []
         self._at: int | None = None  # position while replaying, None while recording
 
     def __torch_function__(

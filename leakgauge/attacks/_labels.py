@@ -48,7 +48,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import gradient_sum, last_linear, shared
+from leakgauge.attacks._layers import gradient_sum, last_linear, shared, told
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches, ready
 from leakgauge.papers import FAN2025, Paper
@@ -108,9 +108,7 @@ def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
         if seen.labels is None:
             raise Withheld("labels = 'known', but the observation holds no labels")
         return seen.labels
-    if seen.training is None or seen.records is None:
-        raise Withheld("label inference needs 'training' and 'records' in the observation")
-    counts = RULES[rule](_head(seen, seen.training, seen.records))
+    counts = RULES[rule](_head(seen, *told(seen, "label inference")))
     _skip_stand_ins(seen.record.shape, rng)
     return torch.arange(len(counts)).repeat_interleave(counts)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches
-from leakgauge.types import Observation
+from leakgauge.types import LocalTraining, Observation
 
 REMEDY = 'Otherwise add "labels" to threat.grants and set labels = "known" on the attack'
 
@@ -39,27 +39,40 @@ def shared(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters() if held[id(p)] > 1)
 
 
-def _watch(
-    model: nn.Module, shape: tuple[int, ...]
-) -> tuple[list[tuple[str, nn.Linear, Tensor, Tensor]], Tensor, Tensor]:
-    """Every run of a linear layer (name, module, input, output), the probe, the model's output."""
-    model = copy.deepcopy(model).eval()
-    names = {id(module): name for name, module in model.named_modules()}
-    runs: list[tuple[str, nn.Linear, Tensor, Tensor]] = []
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer: what entered it, and what left it."""
 
-    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(module, nn.Linear)
-        runs.append((names[id(module)], module, args[0], output))
+    name: str
+    module: nn.Module
+    entered: Tensor
+    left: Tensor
+
+
+def watch(model: nn.Module, inputs: Tensor, *kinds: type[nn.Module]) -> tuple[list[Run], Tensor]:
+    """Every run of a layer of these kinds, in order, and the model's output. The model keeps the
+    hooks: hand in a copy."""
+    names = {id(module): name for name, module in model.named_modules()}
+    runs: list[Run] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], left: Tensor) -> None:
+        runs.append(Run(names[id(module)], module, args[0], left))
 
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, kinds):
             module.register_forward_hook(note)
+    with torch.no_grad():
+        output = model(inputs)
+    return runs, output
+
+
+def _probed(model: nn.Module, shape: tuple[int, ...]) -> tuple[list[Run], Tensor, Tensor]:
+    """Every run of a linear layer, the model's output, and the probe that entered the model."""
+    model = copy.deepcopy(model).eval()
     probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
     reference = next(model.parameters())
     probe = probe.to(reference.device, reference.dtype)
-    with torch.no_grad():
-        output = model(probe)
-    return runs, probe, output
+    return *watch(model, probe, nn.Linear), probe
 
 
 def _named(model: nn.Module, name: str) -> Linear:
@@ -70,11 +83,12 @@ def _named(model: nn.Module, name: str) -> Linear:
 def last_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """The linear layer whose output is the model's output, with those of its parameters whose
     gradient is this layer's alone."""
-    runs, _, output = _watch(model, shape)
-    names = [name for name, _, _, _ in runs]
-    for name, _, _, result in reversed(runs):
-        if torch.equal(result, output):
-            layer, several = _named(model, name), shared(model)
+    runs, output, _ = _probed(model, shape)
+    names = [run.name for run in runs]
+    for run in reversed(runs):
+        if torch.equal(run.left, output):
+            name, several = run.name, shared(model)
+            layer = _named(model, name)
             weight, bias = (None if key in several else key for key in (layer.weight, layer.bias))
             if names.count(name) == 1 and (weight or bias):
                 return Linear(weight, bias, name)
@@ -90,10 +104,10 @@ def last_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
 
 def first_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """A linear layer with bias that is fed the image itself, pixel by pixel."""
-    runs, probe, _ = _watch(model, shape)
-    for name, _, entered, _ in runs:
-        layer = _named(model, name)
-        if torch.equal(entered, probe.flatten(1)) and layer.weight and layer.bias:
+    runs, _, probe = _probed(model, shape)
+    for run in runs:
+        layer = _named(model, run.name)
+        if torch.equal(run.entered, probe.flatten(1)) and layer.weight and layer.bias:
             return layer
     raise NotApplicable(
         "the analytic attack reads the input of a linear layer with bias that is fed the image "
@@ -101,14 +115,29 @@ def first_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     )
 
 
+def told(seen: Observation, who: str) -> tuple[LocalTraining, int]:
+    """The local training and the number of records, which `who` cannot do without."""
+    if seen.training is None or seen.records is None:
+        raise Withheld(f"{who} needs 'training' and 'records' in the observation")
+    return seen.training, seen.records
+
+
+def refuse_rescaled(training: LocalTraining, who: str) -> None:
+    """Refuse an update that is not a sum of gradients."""
+    if training.optimiser != "sgd":
+        raise NotApplicable(
+            f"{who} divides sums of gradients, and an update by {training.optimiser!r} is rescaled "
+            "entry by entry"
+        )
+
+
 def gradient_sum(seen: Observation, name: str, least: torch.dtype = torch.float64) -> Tensor:
     """The sum of the gradients behind the update of one parameter, up to a factor, computed in
     `least` or better: what weight decay of SGD took away is known, and momentum only weighs. An
     update by another optimiser is rescaled entry by entry: it is left as it is."""
-    if seen.training is None or seen.records is None:
-        raise Withheld("sums of gradients need 'training' and 'records' in the observation")
-    steps = len(minibatches(seen.records, seen.training))
-    shrunk = decay(seen.training, steps) if seen.training.optimiser == "sgd" else 0.0
+    training, records = told(seen, "a sum of gradients")
+    steps = len(minibatches(records, training))
+    shrunk = decay(training, steps) if training.optimiser == "sgd" else 0.0
     dtype = torch.promote_types(seen.update[name].dtype, least)
     weight = seen.model.get_parameter(name).detach()
     return seen.update[name].to(dtype) - shrunk * weight.to(dtype)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Engine, Mode, Trust
 from leakgauge.attacks._labels import LabelRule, knowledge
+from leakgauge.attacks._layers import told
 from leakgauge.attacks._objectives import Distance
 from leakgauge.attacks._spaces import SPACES, Pixels, Space, SpaceName, Start
-from leakgauge.errors import InputError, Withheld
+from leakgauge.errors import InputError
 from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
 from leakgauge.records import pictures
@@ -272,8 +273,7 @@ def match(
     are ∂L/∂logits of the candidates, see `Engine`. An attack of several searches on one update
     gives them all the same `trust`: the derivative is checked once.
     """
-    if seen.training is None or seen.records is None:
-        raise Withheld("gradient matching needs 'training' and 'records' in the observation")
+    training, records = told(seen, "gradient matching")
     iterations, restarts = search.iterations, search.restarts
     if iterations < 1 or restarts < 1:
         raise InputError(
@@ -284,13 +284,13 @@ def match(
         raise InputError(f"patience must be at least 1 iteration, got {patience}")
     resources = resources or Resources()
     space = space or SPACES[search.space or "pixels"]()
-    shape = (seen.records, *pictures(seen.record).shape)
+    shape = (records, *pictures(seen.record).shape)
     if begin is not None:
         _check_begin(begin, shape, space)
     engine = Engine(
         seen,
-        seen.training,
-        seen.records,
+        training,
+        records,
         device=resources.device,
         dtype=resources.dtype or dtype,
         mode=search.derivative,
@@ -314,7 +314,7 @@ def match(
     for _ in range(restarts):
         free = space.draw(shape, search.start, rng) if begin is None else [begin.clone()]
         if labels is None:
-            free.append(torch.randn(seen.records, seen.task.count, generator=rng))
+            free.append(torch.randn(records, seen.task.count, generator=rng))
         problem = _Problem(
             engine=engine,
             distance=distance,
@@ -368,6 +368,22 @@ def first_of(ends: Collection[Stopped]) -> Stopped:
     """Why searches ended that belong together: the reason that hindered them most."""
     order: tuple[Stopped, ...] = ("time", "patience")
     return next((end for end in order if end in ends), "done")
+
+
+def joined(
+    before: Reconstruction, stage: Reconstruction, **facts: int | float | str
+) -> Reconstruction:
+    """A stage as the end of the run so far."""
+    return replace(
+        stage,
+        history=before.history + stage.history,
+        distances=before.distances + stage.distances,
+        iterations=before.iterations + stage.iterations,
+        objectives=before.objectives,
+        stopped=first_of({before.stopped, stage.stopped}),
+        notes=before.notes + stage.notes,
+        facts=stage.facts | facts,
+    )
 
 
 def shared(resources: Resources | None, total: int) -> Callable[[int], Resources]:

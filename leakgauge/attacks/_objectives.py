@@ -37,6 +37,14 @@ def squared(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list
     return value, guess
 
 
+def relative_squared(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = Σ‖g' − g‖² / Σ‖g‖²,  v = 2(g' − g) / Σ‖g‖²: of order 1, as L-BFGS likes it at first."""
+    unit = 1 / dot(target, target).clamp_min(1e-30)
+    value, v = squared(guess, target)
+    torch._foreach_mul_(v, float(unit))
+    return value * unit, v
+
+
 def cosine(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """D = 1 − ⟨g', g⟩ / (‖g'‖‖g‖),  v = (cos·g'/‖g'‖ − g/‖g‖) / ‖g'‖."""
     ours = dot(guess, guess).sqrt().clamp_min(1e-30)

@@ -14,10 +14,11 @@ by its own activations: `invert`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +27,7 @@ from torch.nn.grad import conv2d_weight
 from leakgauge.attacks._separation import Separated, rectified, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
-from leakgauge.types import Named
+from leakgauge.types import Named, Resources
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
@@ -39,12 +40,26 @@ FOUND = 1e-8  # misfit below which an image is taken as found
 PATIENCE = 75  # evaluations without a tenth of progress after which a search is given up
 
 
-class Watch(Protocol):
-    """Hears of every step with its misfit, and says whether there is time for another."""
+class Watch:
+    """Progress and time of one reconstruction: it hears of every step with its misfit, and says
+    whether there is time for another."""
 
-    def __call__(self, misfit: float) -> None: ...
+    def __init__(self, resources: Resources, total: int):
+        self._resources, self._total, self._done = resources, total, 0
+        self._began = time.monotonic()
+        self.notes: list[str] = []
 
-    def open(self) -> bool: ...
+    def __call__(self, misfit: float) -> None:
+        self._done += 1
+        if self._resources.progress:
+            self._resources.progress(min(self._done, self._total), self._total, misfit)
+
+    def open(self) -> bool:
+        seconds = self._resources.seconds
+        if seconds is None or time.monotonic() - self._began < seconds:
+            return True
+        self.notes = [f"stopped by the time budget of {seconds:g} s"]
+        return False
 
 
 Equation: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
@@ -69,6 +84,9 @@ class _Known(torch.autograd.Function):
 class Peeled:
     """Activations known of every record, from the top down, and why it went no further."""
 
+    trace: Trace
+    gradient: Named
+    start: Separated
     known: dict[fx.Node, Tensor]
     unsure: dict[fx.Node, Tensor]  # channels of ReLUs in which an entry may be zero or not
     stopped: str = ""
@@ -77,17 +95,31 @@ class Peeled:
     def lowest(self) -> fx.Node:
         return list(self.known)[-1]
 
+    def observed(self, layer: fx.Node) -> Tensor:
+        """The gradient of the weight of a layer that `_signals` found."""
+        name = self.trace.told(layer, "weight", self.gradient)
+        assert name is not None
+        return self.gradient[name]
+
+    def entering(self, above: fx.Node, node: fx.Node, value: Tensor) -> Tensor:
+        """What enters a layer or an activation when `node` has this value."""
+        entered: Tensor = self.trace.affine(
+            above.all_input_nodes[0], {**self.known, node: value}, {}
+        )
+        return entered
+
 
 def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peeled:
     """Solve for one non-linear node after another, from the separated layer down to the image."""
-    done = Peeled({start.source: start.maps}, {start.source: start.unsure})
+    known, unsure = {start.source: start.maps}, {start.source: start.unsure}
+    done = Peeled(trace, gradient, start, known, unsure)
     for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
         if not trace.bent(node):
             continue
         if not watch.open():
             done.stopped = f"{node.name}, as the time was up"
             break
-        found = _solved(trace, gradient, start, done, node)
+        found = _solved(done, node)
         if found is None:
             done.stopped = f"{node.name}: no layer with a known signal looks at it"
             break
@@ -105,9 +137,7 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peele
     return done
 
 
-def _solved(
-    trace: Trace, gradient: Named, start: Separated, done: Peeled, node: fx.Node
-) -> tuple[Tensor, float, float] | None:
+def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
     """The activations of `node`, the residual of their equations and by how much a ReLU's are
     negative; None if there are no equations.
 
@@ -115,9 +145,9 @@ def _solved(
     signal of its channel, and so one row of a weight gradient: rows that are unsure or do not fit
     are left out, and what is then found tells which entries were wrong. They are put right.
     """
-    known = done.known
-    forward = [_forward_equation(trace, known, node, above) for above in _above(trace, known, node)]
-    signals = _signals(trace, gradient, start, known, node)
+    trace = done.trace
+    forward = [_forward_equation(done, node, above) for above in _above(done, node)]
+    signals = _signals(done, node)
     if not signals and not forward:
         return None
     spoilt = {}
@@ -128,17 +158,15 @@ def _solved(
     value, residual = torch.zeros(()), math.inf
     for _ in range(ROUNDS):
         equations = forward + [
-            _gradient_equation(trace, gradient, known, node, layer, signal, ~spoilt[layer])
+            _gradient_equation(done, node, layer, signal, ~spoilt[layer])
             for layer, signal in signals.items()
         ]
-        value, residual = _solve(equations, (len(start.maps), *trace.shape[node]))
+        value, residual = _solve(equations, (len(done.start.maps), *trace.shape[node]))
         if residual < ROUNDING:
             break
         before = sum(int(rows.sum()) for rows in spoilt.values())
         for layer, signal in signals.items():
-            size = (
-                _misfit(trace, gradient, known, node, layer, signal, value).flatten(1).norm(dim=1)
-            )
+            size = _misfit(done, node, layer, signal, value).flatten(1).norm(dim=1)
             bad = size > max(10 * float(size.median()), 0.1 * float(size.max()))
             spoilt[layer] = _few(spoilt[layer] | bad)
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
@@ -147,9 +175,8 @@ def _solved(
     if residual < ROUNDING and negative < NEGATIVE:
         for layer, signal in signals.items():
             if spoilt[layer].any():
-                left = _misfit(trace, gradient, known, node, layer, signal, value).flatten(1)
-                seen = trace.affine(layer.all_input_nodes[0], {**known, node: value}, {})
-                _correct(trace, gradient, known, layer, left, seen, spoilt[layer])
+                left = _misfit(done, node, layer, signal, value).flatten(1)
+                _correct(done, layer, left, done.entering(layer, node, value), spoilt[layer])
     return value, residual, negative
 
 
@@ -158,16 +185,9 @@ def _few(rows: Tensor) -> Tensor:
     return rows if rows.double().mean() < 0.25 else torch.zeros_like(rows)
 
 
-def _correct(
-    trace: Trace,
-    gradient: Named,
-    known: dict[fx.Node, Tensor],
-    layer: fx.Node,
-    left: Tensor,
-    seen: Tensor,
-    spoilt: Tensor,
-) -> None:
+def _correct(done: Peeled, layer: fx.Node, left: Tensor, seen: Tensor, spoilt: Tensor) -> None:
     """Switch the entries of the ReLU above a layer whose windows are what its rows lack."""
+    trace, known = done.trace, done.known
     above = trace.activation_above(layer)
     if above is None or above not in known or trace.kind[above] != "relu":
         return
@@ -176,7 +196,7 @@ def _correct(
     value = known[above].clone()
     by_channel = value.flatten(2) if value.dim() > 2 else value[:, :, None]
     positions = by_channel.shape[2]
-    rows = gradient[_weight(trace, gradient, layer)].flatten(1)
+    rows = done.observed(layer).flatten(1)
     for row in spoilt.nonzero().flatten().tolist():
         lack = left[row]
         for _ in range(ROUNDS):
@@ -190,8 +210,9 @@ def _correct(
     known[above] = by_channel.view(value.shape)
 
 
-def _above(trace: Trace, known: dict[fx.Node, Tensor], node: fx.Node) -> list[fx.Node]:
+def _above(done: Peeled, node: fx.Node) -> list[fx.Node]:
     """Known activations whose input is affine in `node` and else known, lowest first."""
+    trace, known = done.trace, done.known
     reach = known.keys() | {node}
     return [
         above
@@ -203,11 +224,10 @@ def _above(trace: Trace, known: dict[fx.Node, Tensor], node: fx.Node) -> list[fx
     ]
 
 
-def _signals(
-    trace: Trace, gradient: Named, start: Separated, known: dict[fx.Node, Tensor], node: fx.Node
-) -> dict[fx.Node, Tensor]:
+def _signals(done: Peeled, node: fx.Node) -> dict[fx.Node, Tensor]:
     """∂L/∂(output) of the layers that see `node` and that the signal at the top reaches; of those
     whose weight gradient is known and theirs alone."""
+    trace, start, known = done.trace, done.start, done.known
     reach = known.keys() | {node}
     values: dict[fx.Node, Any] = {}
 
@@ -230,7 +250,7 @@ def _signals(
         layer
         for layer in trace.layers()
         if layer in values
-        and trace.told(layer, "weight", gradient)
+        and trace.told(layer, "weight", done.gradient)
         and node in (sources := trace.sources[layer.all_input_nodes[0]])
         and sources <= reach
     ]
@@ -246,13 +266,6 @@ def _signals(
     }
 
 
-def _weight(trace: Trace, gradient: Named, layer: fx.Node) -> str:
-    """The name of the weight of a layer that `_signals` found."""
-    name = trace.told(layer, "weight", gradient)
-    assert name is not None
-    return name
-
-
 def _weight_gradient(layer: nn.Conv2d | nn.Linear, seen: Tensor, signal: Tensor) -> Tensor:
     """What a layer's weight gradient is, for as many outputs as the signal has."""
     if isinstance(layer, nn.Linear):
@@ -264,32 +277,16 @@ def _weight_gradient(layer: nn.Conv2d | nn.Linear, seen: Tensor, signal: Tensor)
     return found
 
 
-def _misfit(
-    trace: Trace,
-    gradient: Named,
-    known: dict[fx.Node, Tensor],
-    node: fx.Node,
-    at: fx.Node,
-    signal: Tensor,
-    value: Tensor,
-) -> Tensor:
+def _misfit(done: Peeled, node: fx.Node, at: fx.Node, signal: Tensor, value: Tensor) -> Tensor:
     """What a layer's weight gradient lacks when `node` has this value."""
-    seen = trace.affine(at.all_input_nodes[0], {**known, node: value}, {})
-    observed = gradient[_weight(trace, gradient, at)]
-    return observed - _weight_gradient(trace.layer(at), seen, signal)
+    seen = done.entering(at, node, value)
+    return done.observed(at) - _weight_gradient(done.trace.layer(at), seen, signal)
 
 
 def _gradient_equation(
-    trace: Trace,
-    gradient: Named,
-    known: dict[fx.Node, Tensor],
-    node: fx.Node,
-    at: fx.Node,
-    signal: Tensor,
-    rows: Tensor,
+    done: Peeled, node: fx.Node, at: fx.Node, signal: Tensor, rows: Tensor
 ) -> Equation:
-    layer, entering = trace.layer(at), at.all_input_nodes[0]
-    target = gradient[_weight(trace, gradient, at)]
+    layer, target = done.trace.layer(at), done.observed(at)
     if not isinstance(layer, nn.Conv2d) or layer.groups == 1:
         # Outputs are mixed so that every combination of signals counts alike: far fewer iterations.
         # Weak ones, which rounding drowns, count less.
@@ -302,22 +299,14 @@ def _gradient_equation(
         signal = torch.einsum("kc,nc...->nk...", mix, signal)
 
     def weight_gradient(value: Tensor) -> Tensor:
-        return _weight_gradient(layer, trace.affine(entering, {**known, node: value}, {}), signal)
+        return _weight_gradient(layer, done.entering(at, node, value), signal)
 
     return weight_gradient, target
 
 
-def _forward_equation(
-    trace: Trace, known: dict[fx.Node, Tensor], node: fx.Node, above: fx.Node
-) -> Equation:
-    entering = above.all_input_nodes[0]
-    target, told = trace.entered(above, known[above])
-
-    def entry(candidate: Tensor) -> Tensor:
-        found: Tensor = trace.affine(entering, {**known, node: candidate}, {})
-        return found * told
-
-    return entry, target * told
+def _forward_equation(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
+    target, told = done.trace.entered(above, done.known[above])
+    return lambda value: done.entering(above, node, value) * told, target * told
 
 
 def _solve(

@@ -44,6 +44,7 @@ AFFINE_FUNCTIONS = {
     F.adaptive_avg_pool2d: F.adaptive_avg_pool2d,
 }
 AFFINE_METHODS = ("flatten", "view", "reshape", "mean", "add", "contiguous", "detach")
+RESHAPING = (torch.flatten, "flatten", "view", "reshape", "detach")
 PLAIN = ("size", "dim")  # methods whose value is no tensor of the data
 SMOOTH: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     nn.Sigmoid: (torch.logit, lambda a: a * (1 - a)),
@@ -170,16 +171,10 @@ class Trace:
     def only_reshaped(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether a node holds the very values of another, in whatever shape."""
         while node is not source:
-            if self._module(node, nn.Flatten, nn.Identity, nn.Dropout) or node.target in (
-                torch.flatten,
-                "flatten",
-                "view",
-                "reshape",
-                "detach",
-            ):
-                node = node.all_input_nodes[0]
-            else:
+            unchanged = self._module(node, nn.Flatten, nn.Identity, nn.Dropout)
+            if not unchanged and node.target not in RESHAPING:
                 return False
+            node = node.all_input_nodes[0]
         return True
 
     def rectified(self, node: fx.Node) -> bool:

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._labels import infer
+from leakgauge.attacks._layers import told
 from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import Distance, cosine, matrices, ramp
 from leakgauge.attacks._priors import total_variation
-from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import minibatches
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
@@ -78,15 +79,14 @@ class AGIC(LabelledSearch):
 def at_once(seen: Observation) -> tuple[Observation, tuple[str, ...]]:
     """The observation as if its update were one step of SGD on all records together, and a note
     where it was not."""
-    if seen.training is None or seen.records is None:
-        raise Withheld("gradient matching needs 'training' and 'records' in the observation")
-    if seen.training.optimiser != "sgd":
+    training, records = told(seen, "gradient matching")
+    if training.optimiser != "sgd":
         raise NotApplicable(
             f"AGIC takes an update for a multiple of a gradient, but one by "
-            f"{seen.training.optimiser!r} is rescaled entry by entry: use 'inverting-gradients'"
+            f"{training.optimiser!r} is rescaled entry by entry: use 'inverting-gradients'"
         )
-    taken = len(minibatches(seen.records, seen.training))
-    once = replace(seen.training, steps=1, epochs=None, batch_size=seen.records, momentum=0.0)
+    taken = len(minibatches(records, training))
+    once = replace(training, steps=1, epochs=None, batch_size=records, momentum=0.0)
     note = f"{taken} local steps were approximated by one gradient at the initial weights"
     return replace(seen, training=once), (note,) if taken > 1 else ()
 

@@ -24,8 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._layers import first_linear, gradient_sum
-from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.attacks._layers import first_linear, gradient_sum, refuse_rescaled, told
+from leakgauge.errors import NotApplicable
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.records import Images, floats
@@ -54,13 +54,8 @@ class Analytic:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        if seen.training is None or seen.records is None:
-            raise Withheld("the analytic attack needs 'training' and 'records' in the observation")
-        if seen.training.optimiser != "sgd":
-            raise NotApplicable(
-                "the analytic attack divides sums of gradients, and an update by "
-                f"{seen.training.optimiser!r} is rescaled entry by entry"
-            )
+        training, records = told(seen, "the analytic attack")
+        refuse_rescaled(training, "the analytic attack")
         layer = first_linear(seen.model, floats(seen.record).shape)
         assert layer.weight is not None
         assert layer.bias is not None
@@ -73,7 +68,7 @@ class Analytic:
             )
         ratios = weight[rows] / bias[rows, None]  # (rows, pixels)
         order = bias[rows].abs().argsort(descending=True)
-        found = grouped(ratios[order], self.tolerance)[: seen.records]
+        found = grouped(ratios[order], self.tolerance)[:records]
         inputs = seen.record.leaving(found.view(-1, *seen.record.shape))
         if isinstance(seen.record, Images):
             inputs = inputs.clamp(0, 1)

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._labels import infer
+from leakgauge.attacks._layers import told
 from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
 from leakgauge.attacks._objectives import Distance, cosine, squared
 from leakgauge.attacks._priors import total_variation
-from leakgauge.errors import Withheld
 from leakgauge.fl.local import minibatches
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
@@ -73,16 +73,13 @@ class BayesAttack(LabelledSearch):
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        if seen.training is None or seen.records is None:
-            raise Withheld("the likelihood needs 'training' and 'records' in the observation")
+        training, records = told(seen, "the likelihood")
         # σ is that of the update; gradients are matched in units of lr·steps.
-        unit = seen.training.lr * len(minibatches(seen.records, seen.training))
+        unit = training.lr * len(minibatches(records, training))
         distance = surprise(self.noise, self.sigma / unit)
         tv = self.tv
         if tv is None:
-            tv = (
-                1e-4 if self.noise == "none" else float(seen.records * math.prod(seen.record.shape))
-            )
+            tv = 1e-4 if self.noise == "none" else float(records * math.prod(seen.record.shape))
         return match(
             seen,
             where_sent(distance) if self.pruned else distance,

@@ -38,7 +38,7 @@ from leakgauge.attacks._matching import (
     Phases,
     Search,
     constant,
-    first_of,
+    joined,
     match,
     shared,
     steps,
@@ -125,23 +125,18 @@ class CoarseToFine(LabelledSearch):
             rng=rng,
             resources=rest,
         )
-        return replace(
-            second,
-            history=first.history + second.history,
-            distances=first.distances + second.distances,
-            iterations=first.iterations + second.iterations,
-            objectives=first.objectives,
-            stopped=first_of({first.stopped, second.stopped}),
-            notes=tuple(f"{stage} stage: {note}"
-                        for stage, guess in (("coarse", first), ("fine", second))
-                        for note in guess.notes),
-            facts=second.facts
-            | {
-                "coarse_iterations": len(first.history),
-                "coarse_objective": min(first.objectives),
-                "coarse_distance": first.residual,
-            },
-        )  # fmt: skip
+        return joined(
+            _named("coarse", first),
+            _named("fine", second),
+            coarse_iterations=len(first.history),
+            coarse_objective=min(first.objectives),
+            coarse_distance=first.residual,
+        )
+
+
+def _named(stage: str, guess: Reconstruction) -> Reconstruction:
+    """The guess, with notes that name its stage."""
+    return replace(guess, notes=tuple(f"{stage} stage: {note}" for note in guess.notes))
 
 
 def tv_weight(scale: int) -> float:

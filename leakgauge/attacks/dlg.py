@@ -42,10 +42,7 @@ class DLG(Search):
     iterations: int = 300
     lr: float = 1.0
     optimiser: Literal["lbfgs", "adam"] = "lbfgs"
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None

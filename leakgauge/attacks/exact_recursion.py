@@ -18,7 +18,6 @@ gradient from the observed one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -28,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from leakgauge.attacks._layers import gradient_sum
-from leakgauge.attacks._peeling import FOUND, Peeled, invert, peel
+from leakgauge.attacks._layers import gradient_sum, told
+from leakgauge.attacks._peeling import FOUND, Peeled, Watch, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
-from leakgauge.errors import InputError, NotApplicable, Withheld
+from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import loss, minibatches, ready
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
@@ -46,6 +45,8 @@ from leakgauge.types import (
     Reconstruction,
     Resources,
 )
+
+NAME = "the exact recursion"
 
 ZHU2021 = Paper(
     "zhu2021",
@@ -88,23 +89,22 @@ class ExactRecursion:
     ) -> Reconstruction:
         resources = resources or Resources()
         gradient = gradient_of(seen)
-        assert seen.training is not None
-        assert seen.records is not None
+        training, records = told(seen, NAME)
         trace = Trace(seen.model, seen.record.shape)
-        begun = separate(trace, gradient, seen.records, rng)
-        watch = Watched(resources, total=trace.depth(begun.source) + seen.records)
+        begun = separate(trace, gradient, records, rng)
+        watch = Watch(resources, total=trace.depth(begun.source) + records)
         watch(begun.misfit)
         done = peel(trace, gradient, begun, watch)
-        images, misfits = self._finish(trace, done, seen.records, rng, watch)
+        images, misfits = self._finish(done, records, rng, watch)
         inputs = seen.record.leaving(images).clamp(0, 1)
         met = sum(misfit < FOUND for misfit in misfits)
         notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
-        if met < seen.records:
-            notes.append(f"{met} of {seen.records} images meet the activations known of them")
+        if met < records:
+            notes.append(f"{met} of {records} images meet the activations known of them")
         return Reconstruction(
             inputs=inputs.float(),
             labels=begun.labels,
-            residual=_distance(seen, gradient, inputs, begun.labels),
+            residual=_distance(seen, training, gradient, inputs, begun.labels),
             stopped="time" if watch.notes else "done",
             notes=tuple(notes + watch.notes),
             facts={
@@ -118,14 +118,10 @@ class ExactRecursion:
         )
 
     def _finish(
-        self,
-        trace: Trace,
-        done: Peeled,
-        records: int,
-        rng: torch.Generator,
-        watch: Watched,
+        self, done: Peeled, records: int, rng: torch.Generator, watch: Watch
     ) -> tuple[Tensor, list[float]]:
         """Normalised images, and how far each misses the activations known of it."""
+        trace = done.trace
         if trace.input in done.known:
             return done.known[trace.input], [0.0] * records
         images, misfits = [], []
@@ -144,41 +140,18 @@ class ExactRecursion:
         return torch.cat(images), misfits
 
 
-class Watched:
-    """Progress and time of one reconstruction."""
-
-    def __init__(self, resources: Resources, total: int):
-        self._resources, self._total, self._done = resources, total, 0
-        self._began = time.monotonic()
-        self.notes: list[str] = []
-
-    def __call__(self, misfit: float) -> None:
-        self._done += 1
-        if self._resources.progress:
-            self._resources.progress(min(self._done, self._total), self._total, misfit)
-
-    def open(self) -> bool:
-        seconds = self._resources.seconds
-        if seconds is None or time.monotonic() - self._began < seconds:
-            return True
-        self.notes = [f"stopped by the time budget of {seconds:g} s"]
-        return False
-
-
 def separable(seen: Observation, rng: torch.Generator) -> Separated:
     """A client's check before sending: what a server could read of each record in this update,
     without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
     in this way."""
     gradient = gradient_of(seen)
-    assert seen.records is not None
-    return separate(Trace(seen.model, seen.record.shape), gradient, seen.records, rng)
+    _, records = told(seen, NAME)
+    return separate(Trace(seen.model, seen.record.shape), gradient, records, rng)
 
 
 def gradient_of(seen: Observation) -> Named:
     """The gradient behind an update of one step, in double precision."""
-    training, records = seen.training, seen.records
-    if training is None or records is None:
-        raise Withheld("the exact recursion needs 'training' and 'records' in the observation")
+    training, records = told(seen, NAME)
     pictures(seen.record)
     _check(seen.model, training, records)
     return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
@@ -198,21 +171,22 @@ def _check(model: nn.Module, training: LocalTraining, records: int) -> None:
     }
     for reason, holds in refusals.items():
         if holds:
-            raise NotApplicable(f"the exact recursion needs one plain step of SGD, but {reason}")
+            raise NotApplicable(f"{NAME} needs one plain step of SGD, but {reason}")
 
 
 def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
 
 
-def _distance(seen: Observation, gradient: Named, inputs: Tensor, labels: Tensor) -> float:
+def _distance(
+    seen: Observation, training: LocalTraining, gradient: Named, inputs: Tensor, labels: Tensor
+) -> float:
     """‖g' − g‖/‖g‖ for these images."""
-    assert seen.training is not None
-    live = replace(seen.setting, model=ready(seen.model, seen.training).double())
+    live = replace(seen.setting, model=ready(seen.model, training).double())
     values = {name: p.detach().requires_grad_() for name, p in parameters(live.model).items()}
     with torch.enable_grad():
         found = torch.autograd.grad(
-            loss(live, values, inputs, labels, seen.training),
+            loss(live, values, inputs, labels, training),
             list(values.values()),
             materialize_grads=True,  # a parameter the loss does not use stays
         )

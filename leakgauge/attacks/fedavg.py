@@ -38,10 +38,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from leakgauge.attacks._labels import infer
+from leakgauge.attacks._layers import told
 from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, match, steps
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
-from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import minibatches
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
@@ -74,9 +75,7 @@ class FedAvgEpochs(LabelledSearch):
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        if seen.training is None or seen.records is None:
-            raise Withheld("fedavg-epochs needs 'training' and 'records' in the observation")
-        training, records = seen.training, seen.records
+        training, records = told(seen, "fedavg-epochs")
         labels = infer(seen, self.labels, rng)
         if self.labels != "known":
             labels = dealt(labels, training.batch_size)

@@ -21,8 +21,7 @@ places between seeds: x̄ then blurs them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -32,9 +31,18 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Trust
 from leakgauge.attacks._labels import YIN2021, infer
-from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, first_of, match
+from leakgauge.attacks._layers import told
+from leakgauge.attacks._matching import (
+    Adam,
+    LabelledSearch,
+    Prior,
+    constant,
+    first_of,
+    match,
+    shared,
+)
 from leakgauge.attacks._matching import cosine as cosine_schedule
-from leakgauge.attacks._objectives import dot, squared
+from leakgauge.attacks._objectives import relative_squared
 from leakgauge.attacks._priors import batch_norm, total_variation
 from leakgauge.errors import Withheld
 from leakgauge.fl.statistics import running_statistics
@@ -97,7 +105,7 @@ class GradInversion(LabelledSearch):
                 group = ((lambda x: (x - centre.to(x)).square().mean(), constant(self.group)),)
             return match(
                 seen,
-                relative,
+                relative_squared,
                 replace(self, iterations=last - first),
                 labels=labels,
                 priors=(*priors, *group),
@@ -111,7 +119,7 @@ class GradInversion(LabelledSearch):
         if self.seeds == 1:
             found = search(Stretch(0, self.iterations), resources)
         else:
-            found = together(search, self.seeds, self.iterations, resources or Resources())
+            found = together(search, self.seeds, self.iterations, resources)
         return replace(found, notes=(*notes, *found.notes))
 
     def _batch_norm(self, seen: Observation) -> tuple[tuple[Prior, ...], tuple[str, ...]]:
@@ -123,11 +131,10 @@ class GradInversion(LabelledSearch):
             if seen.statistics is None:
                 raise Withheld("statistics = 'granted', but the observation holds none")
             expected = seen.statistics
-        if seen.training is None:
-            raise Withheld("gradient matching needs 'training' and 'records' in the observation")
+        training, _ = told(seen, "gradient matching")
         if not expected:
             return (), ("no batch-norm prior: the model has no batch-norm layer to compare",)
-        return ((batch_norm(seen.setting, seen.training, expected), constant(self.bn)),), ()
+        return ((batch_norm(seen.setting, training, expected), constant(self.bn)),), ()
 
 
 @dataclass(frozen=True)
@@ -140,24 +147,15 @@ class Stretch:
     centre: Tensor | None = None
 
 
-def relative(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """D = ‖g' − g‖²/‖g‖²,  v = 2(g' − g)/‖g‖²."""
-    scale = 1 / dot(target, target).clamp_min(1e-30)
-    value, v = squared(guess, target)
-    torch._foreach_mul_(v, float(scale))
-    return value * scale, v
-
-
 def together(
     search: Callable[[Stretch, Resources], Reconstruction],
     seeds: int,
     iterations: int,
-    resources: Resources,
+    resources: Resources | None = None,
 ) -> Reconstruction:
     """All seeds in rounds, each round drawn to the mean of the last; the one that fits best."""
-    deadline = None if resources.seconds is None else time.monotonic() + resources.seconds
+    left, done = shared(resources, iterations * seeds), 0
     bounds = sorted({iterations * k // ROUNDS for k in range(ROUNDS + 1)})
-    whole, done = iterations * seeds, 0
     guesses: list[Reconstruction] = []
     notes: list[str] = []
     for first, last in pairwise(bounds):
@@ -166,10 +164,8 @@ def together(
             centre = torch.stack([g.inputs for g in before]).mean(0)
         guesses = []
         for seed in range(seeds):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             begin = before[seed].inputs if before else None
-            inner = replace(resources, seconds=left, progress=_shifted(resources, done, whole))
-            found = search(Stretch(first, last, begin, centre), inner)
+            found = search(Stretch(first, last, begin, centre), left(done))
             notes += [note for note in found.notes if note not in notes]
             done += found.iterations
             if before:
@@ -177,7 +173,7 @@ def together(
                 distances = before[seed].distances + found.distances
                 found = replace(found, history=history, distances=distances)
             guesses.append(found)
-            if deadline is not None and time.monotonic() > deadline:
+            if left(done).seconds == 0:
                 return _best([*guesses, *before[seed + 1 :]], notes, done)
     return _best(guesses, notes, done)
 
@@ -192,13 +188,3 @@ def _best(guesses: list[Reconstruction], notes: list[str], done: int) -> Reconst
         notes=tuple(notes),
         facts=best.facts | {"residuals": [guess.residual for guess in guesses]},
     )
-
-
-def _shifted(
-    resources: Resources, done: int, whole: int
-) -> Callable[[int, int, float], None] | None:
-    """Progress within one search, told as progress of them all."""
-    progress = resources.progress
-    if progress is None:
-        return None
-    return lambda here, total, objective: progress(done + here, whole, objective)

@@ -38,7 +38,7 @@ What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -48,7 +48,7 @@ from torch import Tensor
 
 from leakgauge.attacks._engine import Trust
 from leakgauge.attacks._labels import infer
-from leakgauge.attacks._layers import gradient_sum, last_linear
+from leakgauge.attacks._layers import gradient_sum, last_linear, told
 from leakgauge.attacks._matching import (
     Adam,
     LabelledSearch,
@@ -56,19 +56,19 @@ from leakgauge.attacks._matching import (
     Prior,
     Search,
     constant,
-    first_of,
+    joined,
     match,
     shared,
 )
 from leakgauge.attacks._matching import cosine as cosine_decay
-from leakgauge.attacks._objectives import cosine, dot, relative_l1, squared, weighted
-from leakgauge.attacks._peeling import peel
+from leakgauge.attacks._objectives import cosine, relative_l1, relative_squared, weighted
+from leakgauge.attacks._peeling import Watch, peel
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._separation import separate
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import Watched, gradient_of
+from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.attacks.inverting_gradients import InvertingGradients
-from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import minibatches
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
@@ -146,7 +146,16 @@ class SmoothToSharp(LabelledSearch):
                 rng=rng,
                 resources=rest,
             )
-            run = _joined(run, stage, "second order" if near else "first order")
+            if run is None:
+                run = stage
+                continue
+            run = joined(
+                run,
+                stage,
+                search_iterations=run.iterations,
+                search_distance=run.residual,
+                finish="second order" if near else "first order",
+            )
         assert run is not None
         return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": told})
 
@@ -154,9 +163,7 @@ class SmoothToSharp(LabelledSearch):
 def errors_of(seen: Observation, labels: Tensor) -> Tensor:
     """∂L/∂logits of the records (N, C), as the gradient of the head's bias tells it: their mean is
     what it says, and their softmaxes are taken to be equal. Exact for one record."""
-    training, records = seen.training, seen.records
-    if training is None or records is None:
-        raise Withheld("smooth-to-sharp needs 'training' and 'records' in the observation")
+    training, records = told(seen, "smooth-to-sharp")
     head = last_linear(seen.model, seen.record.shape)
     if head.bias is None:
         raise NotApplicable("the last layer has no bias to read them from")
@@ -179,12 +186,11 @@ def recovered(
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, str]:
     """How far images miss the activations that the update tells, the labels in the order of those
     activations, and what was read in words."""
-    gradient, training = gradient_of(seen), seen.training
-    assert training is not None
-    assert seen.records is not None
+    gradient = gradient_of(seen)
+    _, records = told(seen, "smooth-to-sharp")
     trace = Trace(seen.model, seen.record.shape)
-    begun = separate(trace, gradient, seen.records, rng)
-    watch = Watched(replace(resources or Resources(), progress=None), total=1)
+    begun = separate(trace, gradient, records, rng)
+    watch = Watch(replace(resources or Resources(), progress=None), total=1)
     known = peel(trace, gradient, begun, watch).known
     known.pop(trace.input, None)
     size = {node: float(value.square().sum()) for node, value in known.items()}
@@ -203,32 +209,3 @@ def lengths(iterations: int) -> list[int]:
     """Iterations of each stage."""
     first = [round(share * iterations) for share, _, _ in STAGES[:-1]]
     return [*first, iterations - sum(first)]
-
-
-def _joined(before: Reconstruction | None, stage: Reconstruction, finish: str) -> Reconstruction:
-    """A stage as the end of the run so far."""
-    if before is None:
-        return stage
-    return replace(
-        stage,
-        history=before.history + stage.history,
-        distances=before.distances + stage.distances,
-        iterations=before.iterations + stage.iterations,
-        objectives=before.objectives,
-        stopped=first_of({before.stopped, stage.stopped}),
-        notes=before.notes + stage.notes,
-        facts=stage.facts
-        | {
-            "search_iterations": before.iterations,
-            "search_distance": before.residual,
-            "finish": finish,
-        },
-    )
-
-
-def relative_squared(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """D = Σ‖g' − g‖² / Σ‖g‖²: of order 1, as L-BFGS likes its first step."""
-    unit = 1 / dot(target, target).clamp_min(1e-30)
-    value, v = squared(guess, target)
-    torch._foreach_mul_(v, float(unit))
-    return value * unit, v

@@ -11,8 +11,8 @@ and of Adam (Kingma & Ba, 2015) with L2 weight decay, also as in torch.optim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,31 +110,19 @@ def outputs(
     return out
 
 
-def _dropout(
-    training: LocalTraining, step: int, device: torch.device
-) -> AbstractContextManager[object]:
+@contextmanager
+def _dropout(training: LocalTraining, step: int, device: torch.device) -> Iterator[None]:
     """Inside, the masks of `step` are drawn; outside, the global generator is as before."""
     if training.dropout == "off":
-        return nullcontext()
-    return _Replay(training.dropout_seed + step, device)
-
-
-class _Replay:
-    def __init__(self, seed: int, device: torch.device):
-        self._seed = seed
-        self._device = device
-        devices = [device] if device.type == "cuda" else []
-        self._fork = torch.random.fork_rng(devices=devices)
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.default_generator.manual_seed(self._seed)  # torch.manual_seed reseeds all GPUs too
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        self._fork.__exit__(None, None, None)
+        yield
+        return
+    seed = training.dropout_seed + step
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed reseeds all GPUs too
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 @dataclass(frozen=True)
@@ -212,6 +200,13 @@ def decay(training: LocalTraining, steps: int) -> float:
     return float(state.moved[0])
 
 
+def step_count(records: int, training: LocalTraining) -> int:
+    """How many local steps a client takes on so many records."""
+    if training.epochs is None:
+        return training.steps
+    return training.epochs * -(-records // training.batch_size)
+
+
 def minibatches(
     records: int, training: LocalTraining, rng: torch.Generator | None = None
 ) -> list[Tensor]:
@@ -224,8 +219,7 @@ def minibatches(
             f"batch_size is {training.batch_size} but the client trains on {records} records: "
             "lower batch_size or raise records"
         )
-    per_epoch = -(-records // training.batch_size)
-    total = training.steps if training.epochs is None else training.epochs * per_epoch
+    total = step_count(records, training)
     steps: list[Tensor] = []
     while len(steps) < total:
         if training.order == "shuffled" and rng is not None:

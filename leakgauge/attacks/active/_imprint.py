@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import names_sent, shared
+from leakgauge.attacks._layers import Run, names_sent, refuse_rescaled, shared, told, watch
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import ready
 from leakgauge.records import Images, Record, pictures
@@ -58,7 +58,7 @@ def reader(model: nn.Module, target: Target) -> Reader:
     shape = pictures(target.record).shape
     probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
     pixels = prod(shape)
-    runs = _watch(model, target, probe)
+    runs = _runs(model, target, probe)
     at = next((i for i, run in enumerate(runs) if isinstance(run.module, nn.Linear)), None)
     if at is None:
         raise NotApplicable("images are read from a linear layer, and this model has none")
@@ -66,7 +66,7 @@ def reader(model: nn.Module, target: Target) -> Reader:
     if raw:
         for number, run in enumerate(runs[:at]):
             _hand_on(model.get_submodule(run.name), target, first=number == 0)
-        runs = _watch(model, target, probe)
+        runs = _runs(model, target, probe)
         entered = runs[at].entered.flatten(1)[:, :pixels]
         wanted = probe.flatten(1)
         if entered.shape != wanted.shape or not torch.allclose(entered, wanted, atol=1e-4):
@@ -99,30 +99,10 @@ def reader(model: nn.Module, target: Target) -> Reader:
     return Reader(weight, bias, f"{behind.name}.weight", raw, alone)
 
 
-@dataclass(frozen=True)
-class _Run:
-    name: str
-    module: nn.Linear | nn.Conv2d
-    entered: Tensor
-    left: Tensor
-
-
-def _watch(model: nn.Module, target: Target, images: Tensor) -> list[_Run]:
+def _runs(model: nn.Module, target: Target, images: Tensor) -> list[Run]:
     """Every run of a linear layer or a convolution, in order, as clients would run them."""
-    model = ready(model, target.training)
-    names = {id(module): name for name, module in model.named_modules()}
-    runs: list[_Run] = []
-
-    def note(module: nn.Module, args: tuple[Tensor, ...], left: Tensor) -> None:
-        assert isinstance(module, nn.Linear | nn.Conv2d)
-        runs.append(_Run(names[id(module)], module, args[0], left))
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            module.register_forward_hook(note)
-    with torch.no_grad():
-        model(target.record.entering(images))
-    return runs
+    live = ready(model, target.training)
+    return watch(live, target.record.entering(images), nn.Linear, nn.Conv2d)[0]
 
 
 @torch.no_grad()
@@ -149,14 +129,6 @@ def channelwise(record: Images) -> tuple[Tensor, Tensor]:
 # --- bins of one functional --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Bins:
-    """Rows and biases of units that are on above rising thresholds of one functional."""
-
-    rows: Tensor  # (bins, pixels)
-    biases: Tensor  # (bins,), falling
-
-
 def bins_of(
     target: Target,
     count: int,
@@ -164,8 +136,9 @@ def bins_of(
     raw: bool,
     noise: float,
     rng: torch.Generator,
-) -> Bins:
-    """Bins that hold equally many public images; the lowest reaches down to all others.
+) -> tuple[Tensor, Tensor]:
+    """Rows (count, pixels) and biases, falling, of units that are on above rising thresholds of one
+    functional. Their bins hold equally many public images; the lowest reaches down to all others.
 
     The functional is scaled so that its values have standard deviation 1. `noise` disguises every
     row, relative to its own size.
@@ -188,7 +161,7 @@ def bins_of(
     lowest = values[:1] - 10
     inner = torch.quantile(values.double(), torch.arange(1, count).double() / count).float()
     rows = row + noise * row.square().mean().sqrt() * torch.randn(count, pixels, generator=rng)
-    return Bins(rows, -torch.cat([lowest, inner]))
+    return rows, -torch.cat([lowest, inner])
 
 
 def public_images(target: Target) -> Dataset:
@@ -238,19 +211,14 @@ def block(
 
 def knowledge(seen: Observation, name: str) -> tuple[Kept, LocalTraining, int]:
     """What every such attack holds: what it kept, the local training, the number of records."""
-    if seen.training is None or seen.records is None:
-        raise Withheld(f"{name} needs 'training' and 'records' in the observation")
+    training, records = told(seen, name)
     if seen.kept is None:
         raise Withheld(
             f"{name} reads the update by what it kept when it changed the model, and this observer "
             "kept nothing: observe a round of `tampered` with kept = what prepare() gave"
         )
-    if seen.training.optimiser != "sgd":
-        raise NotApplicable(
-            f"{name} divides sums of gradients, and an update by {seen.training.optimiser!r} is "
-            "rescaled entry by entry"
-        )
-    return seen.kept, seen.training, seen.records
+    refuse_rescaled(training, name)
+    return seen.kept, training, records
 
 
 def neighbours(gradients: Tensor) -> Tensor:
@@ -294,3 +262,14 @@ def best(images: Tensor, strength: Tensor, records: int) -> Tensor:
     for place in range(len(order)):
         (again if alike[place, first].any() else first).append(place)
     return order[torch.tensor(first + again)[:records]]
+
+
+def read(
+    weight: Tensor, bias: Tensor, record: Record, raw: bool, records: int
+) -> tuple[Tensor, Tensor, int]:
+    """The images of at most `records` rows, best first, these rows' quotients, and how many rows
+    there were to choose from."""
+    quotients, rows = ratios(weight, bias)
+    images = as_images(quotients, record, raw)
+    chosen = best(images, bias[rows].abs(), records)
+    return images[chosen].clamp(0, 1).float(), quotients[chosen], len(rows)

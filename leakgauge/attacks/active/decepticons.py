@@ -40,7 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import gradient_sum, shared
+from leakgauge.attacks._layers import gradient_sum, refuse_rescaled, shared
 from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
@@ -189,11 +189,7 @@ def recover(seen: Observation, tolerance: float) -> Found:
     """Every patch or token that was alone between two thresholds, from an update."""
     assert seen.training is not None
     assert seen.records is not None
-    if seen.training.optimiser != "sgd":
-        raise NotApplicable(
-            "Decepticons divides sums of gradients, and an update by "
-            f"{seen.training.optimiser!r} is rescaled entry by entry"
-        )
+    refuse_rescaled(seen.training, "Decepticons")
     model: Any = copy.deepcopy(seen.model).double().eval()
     _check(model)
     depth = len(model.blocks)

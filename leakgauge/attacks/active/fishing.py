@@ -32,13 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
-from leakgauge.attacks.active._imprint import (
-    as_images,
-    best,
-    knowledge,
-    public_images,
-    ratios,
-)
+from leakgauge.attacks.active._imprint import knowledge, public_images, read
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
@@ -151,13 +145,11 @@ class Fishing:
         weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
         if layer.weight == layers["weight"]:  # a single layer: the other rows hold other records
             weight, bias = weight[label, None], bias[label, None]
-        quotients, rows = ratios(weight, bias)
-        images = as_images(quotients, seen.record, raw=False)
-        chosen = best(images, bias[rows].abs(), wanted)
+        images, quotients, _ = read(weight, bias, seen.record, False, wanted)
         return Reconstruction(
-            inputs=images[chosen].clamp(0, 1).float(),
-            labels=torch.full((len(chosen),), label),
-            residual=unexplained(weight, quotients[chosen]),
+            inputs=images,
+            labels=torch.full((len(images),), label),
+            residual=unexplained(weight, quotients),
             facts=facts,
         )
 
@@ -179,10 +171,8 @@ class Fishing:
                 "(set iterations)",
                 facts,
             )
-        last = {
-            seen.kept.facts["weight"],
-            seen.kept.facts["bias"],
-        }  # they hold the other records too
+        # They hold the other records too.
+        last = {seen.kept.facts["weight"], seen.kept.facts["bias"]}
         update = {name: value for name, value in seen.update.items() if name not in last}
         if not update:
             return _nothing(

@@ -89,10 +89,10 @@ class Loki:
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
     ) -> Preparation:
         pixels, area = prod(pictures(target.record).shape), prod(pictures(target.record).shape[1:])
-        cut = bins_of(target, self.bins, self.functional, raw=False, noise=0.0, rng=rng)
+        rows, biases = bins_of(target, self.bins, self.functional, raw=False, noise=0.0, rng=rng)
         one = torch.zeros(self.bins, area)  # no row reads the channel of ones
-        rows = torch.cat([cut.rows, one], 1).repeat(1, target.clients)
-        imprint = block(pictures(target.record).shape, rows, cut.biases, self.gain, rng)
+        rows = torch.cat([rows, one], 1).repeat(1, target.clients)
+        imprint = block(pictures(target.record).shape, rows, biases, self.gain, rng)
         models = tuple(
             nn.Sequential(
                 OrderedDict(

@@ -36,13 +36,11 @@ from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Functional,
     Reader,
-    as_images,
-    best,
     bins_of,
     block,
     knowledge,
     neighbours,
-    ratios,
+    read,
     reader,
     repeated,
 )
@@ -91,8 +89,8 @@ class RobbingTheFed:
         model = copy.deepcopy(target.model)
         if self.form == "block":
             count = 512 if self.bins is None else self.bins
-            cut = bins_of(target, count, self.functional, False, self.noise, rng)
-            imprint = block(pictures(target.record).shape, cut.rows, cut.biases, self.gain, rng)
+            rows, biases = bins_of(target, count, self.functional, False, self.noise, rng)
+            imprint = block(pictures(target.record).shape, rows, biases, self.gain, rng)
             model = nn.Sequential(OrderedDict(imprint=imprint, host=model))
             layer = Reader("imprint.fc1.weight", "imprint.fc1.bias", "imprint.fc2.weight", False)
             return Preparation(layer.kept(torch.arange(count)), (model,))
@@ -112,11 +110,11 @@ class RobbingTheFed:
                 'bins, or use form = "block"'
             )
         units = torch.randperm(len(weight), generator=rng)[:count]  # of the bins, lowest first
-        cut = bins_of(target, count, self.functional, layer.raw, self.noise, rng)
+        rows, biases = bins_of(target, count, self.functional, layer.raw, self.noise, rng)
         with torch.no_grad():
             weight[units] = 0.0
-            weight[units, : cut.rows.shape[1]] = cut.rows
-            bias[units] = cut.biases
+            weight[units, : rows.shape[1]] = rows
+            bias[units] = biases
             following[:, units] = repeated(len(following), count, self.gain, rng)
         return Preparation(layer.kept(units), (model,))
 
@@ -127,12 +125,12 @@ class RobbingTheFed:
         layer, units = Reader.of(kept)
         weight = gradient_sum(seen, layer.weight)[units, : prod(seen.record.shape)]
         strength = neighbours(gradient_sum(seen, layer.bias)[units])
-        quotients, rows = ratios(neighbours(weight), strength)
-        images = as_images(quotients, seen.record, layer.raw)
-        chosen = best(images, strength[rows].abs(), records)
+        images, quotients, candidates = read(
+            neighbours(weight), strength, seen.record, layer.raw, records
+        )
         return Reconstruction(
-            inputs=images[chosen].clamp(0, 1).float(),
+            inputs=images,
             labels=None,
-            residual=unexplained(weight, quotients[chosen]),
-            facts={"bins": len(units), "candidates": len(rows)},
+            residual=unexplained(weight, quotients),
+            facts={"bins": len(units), "candidates": candidates},
         )

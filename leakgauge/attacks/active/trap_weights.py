@@ -32,11 +32,9 @@ from torch import Tensor
 from leakgauge.attacks._layers import gradient_sum
 from leakgauge.attacks.active._imprint import (
     Reader,
-    as_images,
-    best,
     channelwise,
     knowledge,
-    ratios,
+    read,
     reader,
 )
 from leakgauge.attacks.analytic import unexplained
@@ -126,12 +124,10 @@ class TrapWeights:
         layer, units = Reader.of(kept)
         weight = gradient_sum(seen, layer.weight)[units, : prod(seen.record.shape)]
         bias = gradient_sum(seen, layer.bias)[units]
-        quotients, rows = ratios(weight, bias)
-        images = as_images(quotients, seen.record, layer.raw)
-        chosen = best(images, bias[rows].abs(), records)
+        images, quotients, candidates = read(weight, bias, seen.record, layer.raw, records)
         return Reconstruction(
-            inputs=images[chosen].clamp(0, 1).float(),
+            inputs=images,
             labels=None,
-            residual=unexplained(weight, quotients[chosen]),
-            facts={"rows": len(units), "candidates": len(rows)},
+            residual=unexplained(weight, quotients),
+            facts={"rows": len(units), "candidates": candidates},
         )
