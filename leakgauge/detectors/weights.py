@@ -136,13 +136,9 @@ def exempt(received: Received, name: str, threshold: float, score: Test) -> bool
     known: list[dict[str, Tensor]] = [dict(received.fresh.named_parameters())]
     if received.history is not None:
         known.append({n: v for n, v in received.history.state.items() if n in known[0]})
-    for named in known:
-        for other, rows, bias in matrices(named):
-            if other == name:
-                found = score(rows, bias)
-                if found is not None and found > threshold:
-                    return True
-    return False
+    same = (part for named in known for part in matrices(named) if part[0] == name)
+    scores = (score(rows, bias) for _, rows, bias in same)
+    return any(found is not None and found > threshold for found in scores)
 
 
 def duplicate_share(
