@@ -133,7 +133,9 @@ Images = Literal["show", "blur", "hide"]
 
 @app.command()
 def audit(
-    plan: Annotated[Path | None, typer.Argument(help="A plan (TOML).")] = None,
+    plan: Annotated[
+        Path | None, typer.Argument(help="A plan (TOML), or a folder of captured rounds.")
+    ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Audit an example on built-in photographs instead.")
     ] = False,
@@ -170,7 +172,7 @@ def audit(
     ] = None,
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write report.pdf.")] = False,
 ) -> None:
-    """Attack your own federation as PLAN (a TOML file) describes it, and report what leaks.
+    """Attack your own federation as PLAN describes it, and report what leaks.
 
     Exit codes: 0 below the plan's limit, 1 above it, 2 the plan is wrong, 3 a trial failed,
     4 inconclusive, 70 an unexpected error, 130 interrupted. `module:callable` in a plan is code,
@@ -301,7 +303,9 @@ def init(
 
 
 @app.command()
-def check(plan: Annotated[Path, typer.Argument(help="A plan (TOML).")]) -> None:
+def check(
+    plan: Annotated[Path, typer.Argument(help="A plan (TOML), or a folder of captured rounds.")],
+) -> None:
     """Check a plan, say which of its attacks apply, and forecast time and memory."""
     from leakgauge import audit as audits
 
