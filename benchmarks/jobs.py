@@ -17,7 +17,6 @@ from pathlib import Path
 
 from leakgauge.audit import Plan, Store, Watch, parse, run
 from leakgauge.audit.workers import local
-from leakgauge.config import plain
 from leakgauge.integrations import ray
 
 
@@ -65,8 +64,11 @@ def main() -> None:
                 walls.append(time.monotonic() - began)
         print(f"| {name} | {walls[0]:.1f} | {walls[1]:.1f} | {walls[0] / walls[1]:.2f} |")
     if asked.ray:
-        table = plain(plan.document) | {"attack": [{"name": "analytic"}]}
-        table["audit"] |= {"seeds": list(range(40 * asked.seeds)), "explain": False}
+        table = {
+            "federation": {"data": "digits", "model": {"name": "mlp", "hidden": [16]}},
+            "attack": [{"name": "analytic"}],
+            "audit": {"seeds": list(range(20 * asked.seeds)), "gallery": 20, "control": False},
+        }
         print()
         overhead(parse(table, "short", Path.cwd()), asked.jobs)
 

@@ -23,11 +23,11 @@ from leakgauge.errors import LeakGaugeError
 
 @dataclass(frozen=True)
 class Kind:
-    """Methods of one kind: what they are, and the dicts that hold them, as `module:NAME`. `what`
+    """Methods of one kind: what they are, and the dict that holds them, as `module:NAME`. `what`
     is a plan's word for one of them, where other packages can offer more."""
 
     about: str
-    dicts: tuple[str, ...]
+    source: str
     what: str = ""
 
 
@@ -47,43 +47,40 @@ class Entry:
 KINDS: dict[str, Kind] = {
     "attacks": Kind(
         "a server that follows the protocol and reads the update",
-        ("leakgauge.attacks:ATTACKS",),
+        "leakgauge.attacks:ATTACKS",
         "attack",
     ),
     "malicious-servers": Kind(
         "a server that changes the model it sends",
-        ("leakgauge.attacks.active:ACTIVE_ATTACKS",),
+        "leakgauge.attacks.active:ACTIVE_ATTACKS",
         "active attack",
     ),
-    "defences": Kind(
-        "what a client does to its update", ("leakgauge.defences:DEFENCES",), "defence"
-    ),
+    "defences": Kind("what a client does to its update", "leakgauge.defences:DEFENCES", "defence"),
     "restorers": Kind(
         "what makes a better picture of a guess, without the update",
-        ("leakgauge.restore:RESTORERS",),
+        "leakgauge.restore:RESTORERS",
         "restorer",
     ),
     "detectors": Kind(
         "what the guard asks of a model it received",
-        ("leakgauge.detectors:DETECTORS",),
+        "leakgauge.detectors:DETECTORS",
         "detector",
     ),
-    "models": Kind("the network that clients train", ("leakgauge.models:MODELS",)),
-    "initialisations": Kind("how a fresh network is filled", ("leakgauge.models.init:INITS",)),
-    "data": Kind("records that clients hold", ("leakgauge.data:DATASETS",)),
+    "models": Kind("the network that clients train", "leakgauge.models:MODELS"),
+    "initialisations": Kind("how a fresh network is filled", "leakgauge.models.init:INITS"),
+    "data": Kind("records that clients hold", "leakgauge.data:DATASETS"),
     "partitions": Kind(
-        "how records are shared out among clients", ("leakgauge.fl.partition:PARTITIONS",)
+        "how records are shared out among clients", "leakgauge.fl.partition:PARTITIONS"
     ),
-    "metrics": Kind("how close a guess is to the record", ("leakgauge.metrics:METRICS",), "metric"),
-    "labels": Kind("how an attack reads the labels", ("leakgauge.attacks._labels:RULES",)),
+    "metrics": Kind("how close a guess is to the record", "leakgauge.metrics:METRICS", "metric"),
+    "labels": Kind("how an attack reads the labels", "leakgauge.attacks._labels:RULES"),
 }
 
 
 def entries(kind: str) -> list[Entry]:
     """The methods of a kind, in the order of their dict, without importing them; then those that
     other packages offer."""
-    ours = [entry for source in KINDS[kind].dicts for entry in _read(source)]
-    return [*ours, *_offered(KINDS[kind].what)]
+    return [*_read(KINDS[kind].source), *_offered(KINDS[kind].what)]
 
 
 def load(entry: Entry) -> Any:
@@ -97,8 +94,8 @@ def load(entry: Entry) -> Any:
 def _offered(what: str) -> tuple[Entry, ...]:
     """Of attacks, those that change the model or those that do not."""
     word = what.rpartition(" ")[2]
-    ours = {entry.name for kind in KINDS.values() if kind.what.endswith(word)
-            for source in kind.dicts for entry in _read(source)}  # fmt: skip
+    same = [kind for kind in KINDS.values() if kind.what.endswith(word)]
+    ours = {entry.name for kind in same for entry in _read(kind.source)}
     found = []
     for offer in outside.offers(word) if word else ():
         summary, problem, active = "", "", False

@@ -46,7 +46,7 @@ from leakgauge import catalogue
 from leakgauge._version import __version__
 from leakgauge.cli_guard import Output
 from leakgauge.cli_guard import app as guard_app
-from leakgauge.config import choose, no_exit
+from leakgauge.config import choose, no_exit, toml
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
 if TYPE_CHECKING:
@@ -193,7 +193,10 @@ def audit(
         report.pdf.check()
     workers = ray.engine(address) if engine == "ray" else local
     limit = duration(budget, "--budget") if budget else None
-    checked = _demo() if plan is None else audits.read(plan)
+    if plan is None:
+        checked = audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
+    else:
+        checked = audits.read(plan)
     store = audits.Store(out or Path("leakgauge-audit") / checked.name)
     with _progress() as progress:
         result = audits.run(
@@ -229,12 +232,6 @@ def audit(
     if demo and result.verdict.exit_code == 1:
         return  # the example is meant to leak
     raise typer.Exit(result.verdict.exit_code)
-
-
-def _demo() -> audits.Plan:
-    from leakgauge import audit as audits
-
-    return audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
 
 
 def _template(name: str) -> str:
@@ -434,16 +431,8 @@ def _options(item: Callable[..., Any]) -> list[str]:
         if parameter.default in (parameter.empty, None):
             options += [name] if name not in FILLED else []
         else:
-            options.append(f"{name}={_toml(parameter.default)}")
+            options.append(f"{name}={toml(parameter.default)}")
     return options
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 @data_app.command("fetch")

@@ -10,12 +10,11 @@ A file of weights that cannot be read safely is no mistake of the operator's: it
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich import box
@@ -104,7 +103,6 @@ def check(
     guard, batch = _guard(make, policy, store, data, size)
     verdict = _verdict(guard, model, batch, missed, first, restart)
     _tell(verdict, out)
-    raise typer.Exit(0 if verdict.train else CODES[verdict.decision])
 
 
 @app.command()
@@ -133,7 +131,6 @@ def remember(
     if verdict.train:
         guard.remember(verdict, back)
     _tell(verdict, out)
-    raise typer.Exit(0 if verdict.train else CODES[verdict.decision])
 
 
 @app.command()
@@ -174,10 +171,13 @@ def _guard(
 ) -> tuple[Guard, Batch | None]:
     from leakgauge.guard import Guard
     from leakgauge.guard import policy as policies
-    from leakgauge.types import LocalTraining
+    from leakgauge.types import Batch, LocalTraining
 
     settings = policies.read(policy) if policy else policies.Settings()
-    batch = _batch(data, size)
+    batch = None
+    if data is not None:
+        loaded = _load(data, size)
+        batch = Batch(loaded.inputs, loaded.labels)
     training = settings.training
     if training is None:
         training = LocalTraining(batch_size=min(UNSAID, len(batch)) if batch else UNSAID)
@@ -197,15 +197,6 @@ def _make(spec: str) -> Callable[[], nn.Module]:
         sys.path.insert(0, str(Path.cwd()))
     make: Callable[[], nn.Module] = imported(spec, "--make")
     return make
-
-
-def _batch(data: str | None, size: int) -> Batch | None:
-    if data is None:
-        return None
-    from leakgauge.types import Batch
-
-    loaded = _load(data, size)
-    return Batch(loaded.inputs, loaded.labels)
 
 
 def _load(data: str, size: int) -> Dataset:
@@ -243,19 +234,17 @@ def _verdict(
     return guard.check(state, batch, missed=missed, first=first, restart=restart)
 
 
-def _tell(verdict: Verdict, out: str | None) -> None:
+def _tell(verdict: Verdict, out: str | None) -> NoReturn:
+    """Print the verdict, write it down if asked, and end with its exit code."""
     from leakgauge.detectors import fires
-    from leakgauge.files import write_json
+    from leakgauge.files import json_text, write_json
 
     if out not in (None, "-"):
         write_json(Path(str(out)), verdict.as_dict())
     page = aside if out == "-" else console
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("test")
-    table.add_column("score", justify="right")
-    table.add_column("threshold", justify="right")
-    table.add_column("")
-    table.add_column("tensor")
+    for name in ("test", "score", "threshold", "", "tensor"):
+        table.add_column(name, justify="right" if name in ("score", "threshold") else "left")
     for one in verdict.detections:
         mark = f"[bold red]{one.means}[/]" if fires(one) else "[green]passed[/]"
         table.add_row(
@@ -275,7 +264,8 @@ def _tell(verdict: Verdict, out: str | None) -> None:
         page.print(f"[yellow]restart:[/] {_shown(verdict.override)} (excused: {names})")
     page.print(f"[bold]{_shown(str(verdict))}[/]", soft_wrap=True)
     if out == "-":
-        print(json.dumps(verdict.as_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+        print(json_text(verdict.as_dict()))
+    raise typer.Exit(0 if verdict.train else CODES[verdict.decision])
 
 
 def _shown(text: str) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import json
 import sys
 import types
 import typing
@@ -190,6 +191,22 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
         return None
     return value
+
+
+def toml(value: object) -> str:
+    """A value as TOML writes it, on one line; keys without a value are left out."""
+    if isinstance(value, Mapping):
+        pairs = [f"{toml_key(k)} = {toml(v)}" for k, v in value.items() if v is not None]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    words = isinstance(value, bool | str | None)
+    return json.dumps(value, ensure_ascii=False) if words else repr(value)
+
+
+def toml_key(key: str) -> str:
+    bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if bare else json.dumps(key, ensure_ascii=False)
 
 
 def shown(value: object) -> str:

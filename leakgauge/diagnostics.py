@@ -66,11 +66,8 @@ def gradient(setting: Setting, batch: Batch, training: LocalTraining) -> Named:
     values = {n: p.requires_grad_() for n, p in parameters(setting.model).items()}
     live = replace(setting, model=ready(setting.model, training))
     objective = loss(live, values, batch.inputs, batch.labels, training)
-    found = torch.autograd.grad(objective, list(values.values()), allow_unused=True)
-    return {
-        n: torch.zeros_like(v) if g is None else g
-        for (n, v), g in zip(values.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(objective, list(values.values()), materialize_grads=True)
+    return dict(zip(values, found, strict=True))
 
 
 def noise_distances(

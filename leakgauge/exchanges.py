@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from leakgauge._version import __version__
 from leakgauge.config import build, plain
 from leakgauge.errors import InputError, LeakGaugeError, PlanError
-from leakgauge.files import read_plain, read_tensors, some, tensor_bytes, write_atomic
+from leakgauge.files import json_text, read_plain, read_tensors, some, tensor_bytes, write_atomic
 from leakgauge.fl import aggregate
 from leakgauge.records import Classes, Columns, Images, Record, Tokens
 from leakgauge.tensors import check_like, parameters, subtract
@@ -62,7 +62,7 @@ def capture(
     *,
     made_by: str | dict[str, Any],
     record: Record,
-    classes: Sequence[str],
+    classes: Sequence[str] | int,
     training: LocalTraining,
     sizes: Sequence[int],
     weights: Sequence[float] | None = None,
@@ -80,9 +80,11 @@ def capture(
     came out (default: those of federated averaging). `truths[k]` are client k's own records: leave
     them out and nobody can tell how good a reconstruction is, nor can it leak from these files.
     """
-    before = parameters(model)
+    before = {name: value.cpu() for name, value in parameters(model).items()}
     updates = tuple(_update(one, before, training, k) for k, one in enumerate(sent))
-    shares = tuple(aggregate.weights(sizes, "records") if weights is None else weights)
+    sizes = tuple(map(int, sizes))
+    shares = tuple(aggregate.weights(sizes, "records") if weights is None else map(float, weights))
+    names = tuple(map(str, range(classes) if isinstance(classes, int) else classes))
     for name, given in (("sizes", sizes), ("weights", shares), ("truths", truths)):
         if given is not None and len(given) != len(updates):
             raise InputError(f"{name}: expected one per client, {len(updates)}, got {len(given)}")
@@ -93,7 +95,7 @@ def capture(
         )
     if after is None:
         after = aggregate.step(before, updates, shares, server_lr)
-    after = {name: after[name] for name in before if name in after}
+    after = {name: after[name].detach().cpu() for name in before if name in after}
     check_like(after, before.items(), "the parameters after the round")
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"after/{name}": value for name, value in after.items()}
@@ -101,10 +103,7 @@ def capture(
         tensors |= {f"update/{k}/{name}": value for name, value in update.items()}
     files = {"safetensors": tensor_bytes(tensors)}
     if truths is not None:
-        files[TRUTH] = tensor_bytes(_checked(truths, sizes, record, len(classes)))
-    stem = _free(Path(folder))
-    for suffix, content in files.items():
-        write_atomic(stem.with_name(f"{stem.name}.{suffix}"), content, private=True, fresh=True)
+        files[TRUTH] = tensor_bytes(_checked(truths, sizes, record, len(names)))
     kind = next(name for name, kind in KINDS.items() if isinstance(record, kind))
     manifest = Manifest(
         version=VERSION,
@@ -112,18 +111,24 @@ def capture(
         made_by=made_by,
         kind=kind,  # type: ignore[arg-type]  # a key of KINDS
         record=plain(record),
-        classes=tuple(map(str, classes)),
+        classes=names,
         training=training,
-        sizes=tuple(sizes),
+        sizes=sizes,
         weights=shares,
         server_lr=server_lr,
         announced=None if announced is None else dict(announced),
         digests={suffix: hashlib.sha256(content).hexdigest() for suffix, content in files.items()},
     )
-    path = stem.with_name(f"{stem.name}.json")
-    text = json.dumps(plain(manifest), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomic(path, text.encode(), private=True, fresh=True)
-    return path
+    table = plain(manifest)
+    try:
+        files["json"] = json_text(table).encode()
+        build(Manifest, table, "round")  # what could not be read is not written
+    except (TypeError, PlanError) as error:
+        raise InputError(f"made_by or announced cannot be written as JSON: {error}") from error
+    stem = _free(Path(folder))
+    for suffix, content in files.items():  # the manifest last: with it the round counts
+        write_atomic(stem.with_name(f"{stem.name}.{suffix}"), content, private=True, fresh=True)
+    return stem.with_name(f"{stem.name}.json")
 
 
 def _update(
@@ -211,25 +216,23 @@ def exchange(path: Path, manifest: Manifest, model: nn.Module, *, truths: bool) 
         model, build(kind, manifest.record, f"{path}: record"), Classes(len(manifest.classes))
     )
     names = list(parameters(model))
-    parts: dict[str, Any] = {
-        "setting": setting,
-        "updates": tuple(
-            {n: tensors[f"update/{k}/{n}"] for n in names} for k in range(len(manifest.sizes))
-        ),
-        "weights": manifest.weights,
-        "after": {n: tensors[f"after/{n}"] for n in names},
-        "training": manifest.training,
-        "sizes": manifest.sizes,
-        "index": int(path.stem.removeprefix("round-")),
-        "server_lr": manifest.server_lr,
-        "announced": manifest.announced,
-    }
-    if not truths:
-        return Exchange(**parts)
-    found = _verified(path, manifest, TRUTH)
     clients = range(len(manifest.sizes))
+    sent = Exchange(
+        setting=setting,
+        updates=tuple({n: tensors[f"update/{k}/{n}"] for n in names} for k in clients),
+        weights=manifest.weights,
+        after={n: tensors[f"after/{n}"] for n in names},
+        training=manifest.training,
+        sizes=manifest.sizes,
+        index=int(path.stem.removeprefix("round-")),
+        server_lr=manifest.server_lr,
+        announced=manifest.announced,
+    )
+    if not truths:
+        return sent
+    found = _verified(path, manifest, TRUTH)
     batches = tuple(Batch(found[f"inputs/{k}"], found[f"labels/{k}"]) for k in clients)
-    return Round(**parts, truths=batches, memory=tuple({} for _ in clients))
+    return Round(**vars(sent), truths=batches, memory=tuple({} for _ in clients))
 
 
 def _verified(path: Path, manifest: Manifest, suffix: str) -> Named:

@@ -50,9 +50,12 @@ def write_atomic(path: Path, content: bytes, *, private: bool = False, fresh: bo
         ) from error
 
 
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+
+
 def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(path, (text + "\n").encode())
+    write_atomic(path, f"{json_text(value)}\n".encode())
 
 
 def read_plain(path: Path) -> bytes:

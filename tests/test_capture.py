@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -92,6 +93,13 @@ def test_a_captured_round_is_read_back_as_it_was(tmp_path):
     assert type(loaded(path, truths=False)) is Exchange
 
 
+def test_numbers_of_other_libraries_and_a_count_of_classes_will_do(tmp_path):
+    path = captured(tmp_path, classes=3, sizes=np.array([2, 2]), weights=torch.tensor([0.25, 0.75]))
+    found = loaded(path)
+    assert (found.sizes, found.weights, found.task.count) == ((2, 2), (0.25, 0.75), 3)
+    assert exchanges.manifests(tmp_path)[0][1].classes == ("0", "1", "2")
+
+
 def test_clients_that_send_weights_are_subtracted(tmp_path):
     model = network()
     states = [dict(network(seed).state_dict()) for seed in (1, 2)]
@@ -136,6 +144,8 @@ def test_two_captures_at_once_do_not_overwrite_each_other(tmp_path, monkeypatch)
         ({"classes": ("a", "b")}, r"truths\[0\]: expected labels from 0 to 1"),
         ({"truths": (Batch(2 * batch().inputs, batch().labels),) * 2}, "values from 0 to 1"),
         ({"after": {"0.weight": torch.zeros(1)}}, "the parameters after the round"),
+        ({"made_by": network}, "made_by or announced cannot be written as JSON"),
+        ({"announced": {"noise": torch.ones(1)}}, "made_by or announced cannot be written as JSON"),
     ],
 )
 def test_a_wrong_capture_is_refused_and_writes_nothing(tmp_path, changes, message):
@@ -326,6 +336,14 @@ def test_a_plan_names_attacks_for_captured_rounds(loop, monkeypatch):
     assert len(plan.captured) == 2
     other = read(Path("captured"))
     assert plan.fingerprint != other.fingerprint
+
+
+def test_the_twin_of_a_captured_federation_has_its_weights(loop, monkeypatch):
+    monkeypatch.chdir(loop)
+    plan = read(Path("captured"))
+    model = plan.scenario(0, "none").make_model()
+    for name, value in plan.captured[0].model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
 
 
 def test_rounds_of_different_federations_are_not_mixed(tmp_path, monkeypatch):

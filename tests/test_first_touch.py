@@ -187,10 +187,8 @@ def test_a_name_that_is_not_there_is_an_ordinary_error():
 @pytest.mark.parametrize("kind", catalogue.KINDS)
 def test_the_catalogue_reads_what_an_import_finds(kind):
     entries = catalogue.entries(kind)
-    wanted = {}
-    for source in catalogue.KINDS[kind].dicts:
-        module, _, name = source.partition(":")
-        wanted |= getattr(__import__(module, fromlist=[name]), name)
+    module, _, name = catalogue.KINDS[kind].source.partition(":")
+    wanted = getattr(__import__(module, fromlist=[name]), name)
     assert [entry.name for entry in entries] == list(wanted)
     for entry in entries:
         item = wanted[entry.name]
@@ -202,7 +200,7 @@ def test_the_catalogue_reads_what_an_import_finds(kind):
 
 def test_every_dict_of_methods_is_in_the_catalogue():
     """A kind that is added, or a dict that is, shows up in `leakgauge list`."""
-    known = {source for kind in catalogue.KINDS.values() for source in kind.dicts}
+    known = {kind.source for kind in catalogue.KINDS.values()}
     root = Path(str(leakgauge.__file__)).parent
     found = set()
     for path in root.rglob("__init__.py"):

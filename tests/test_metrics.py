@@ -205,19 +205,6 @@ def test_pairwise_mse_is_mse_of_every_pair() -> None:
     torch.testing.assert_close(matrix, expected, rtol=1e-12, atol=0)
 
 
-def test_pairwise_contrast_free_is_one_minus_squared_correlation() -> None:
-    guess, truth = pictures(3), pictures(5, seed=1)
-    matrix = metrics.pairwise_contrast_free(guess, truth)
-    both = np.corrcoef(torch.cat([guess, truth]).double().flatten(1).numpy())
-    np.testing.assert_allclose(matrix.numpy(), 1 - both[:3, 3:] ** 2, atol=1e-12)
-
-
-def test_pairwise_contrast_free_of_a_constant_is_one() -> None:
-    constant = torch.full((1, 3, 16, 16), 0.1)
-    matrix = metrics.pairwise_contrast_free(constant, torch.cat([pictures(2), constant]))
-    np.testing.assert_allclose(matrix[0, :2].numpy(), 1, atol=1e-12)
-
-
 def test_sets_of_other_image_shapes_are_refused() -> None:
     with pytest.raises(InputError, match=r"\(3, 16, 16\) and \(3, 8, 8\)"):
         metrics.pairwise_mse(pictures(2), pictures(3, shape=(3, 8, 8)))

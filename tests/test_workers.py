@@ -67,6 +67,8 @@ def prepare() -> Callable[[Case, Callable[[int, int, float], None]], Done]:
         progress(1, 1, 0.5)
         if what == "die always" or (what == "die once" and tries == 0):
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "slow":
+            time.sleep(1)
         if what == "crash":
             raise ZeroDivisionError("by hand")
         if what == "leave":
@@ -161,7 +163,7 @@ def test_a_trial_is_known_before_the_next_is_asked_for_and_kept_before_it_is_sho
 
 
 def test_workers_that_die_before_their_first_case_end_the_audit(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="died before their first trial: did the memory run out"):
+    with pytest.raises(PlanError, match=r"^2 workers in turn died before their first"):
         played(["work 0", "work 1"], tmp_path, 2, unprepared)
 
 
@@ -202,6 +204,19 @@ def test_workers_stay_for_more_cases(tmp_path: Path) -> None:
     finally:
         engine.close()
     assert told(one[0][1])[1] == told(two[0][1])[1]
+
+
+def test_a_worker_that_died_idle_beside_a_busy_one_is_given_nothing(tmp_path: Path) -> None:
+    engine = Processes(lambda: prepare, 2)
+    crew = Crew(engine, hooked())
+    try:
+        for one, done in crew.run([case("slow", tmp_path), case("work 0", tmp_path)]):
+            if one.attack == "work 0":
+                os.kill(told(done)[1], signal.SIGKILL)
+        more = list(crew.run([case("work 1", tmp_path), case("work 2", tmp_path)]))
+    finally:
+        engine.close()
+    assert [told(done)[0] for _, done in more] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,8 @@ def _unscored(summary: Iterable[Row]) -> tuple[str, str]:
     return (
         f"nobody knows the truth behind {count}: what the attacks made was not scored, and may "
         "show the records.",
-        "Look at the pictures yourself, or give the true records with the captured updates.",
+        "Look at the pictures yourself (`leakgauge report FOLDER --images show`), or give the true "
+        "records with the captured updates.",
     )
 
 
@@ -318,47 +319,41 @@ def _defence_steps(
             "audit again. None was tested here."
         ]
 
-    def having(entry: Defended, *states: str) -> list[str]:
-        kinds = entry.kinds
-        return [kind for kind in leaks if kind in kinds and kinds[kind].leak.state in states]
+    def grouped(entry: Defended) -> list[list[str]]:
+        """The kinds that are open, those that are not decided, and those that are closed."""
+        states = {kind: one.leak.state for kind, one in entry.kinds.items()}
+        groups = (("leaks",), ("undecided", "no control"), ("below",))
+        return [[kind for kind in leaks if states.get(kind) in group] for group in groups]
 
-    def rank(entry: Defended) -> tuple[int, int]:
-        return len(having(entry, "leaks")), len(having(entry, "undecided", "no control"))
+    def told(kinds: Iterable[str]) -> str:
+        return _listed([named(kind, metrics) for kind in kinds])
 
-    best = min(tested, key=rank)
-    words = {
-        state: _listed([named(kind, metrics) for kind in having(best, *states)] or ["nothing"])
-        for state, states in {
-            "open": ("leaks",), "closed": ("below",), "unknown": ("undecided", "no control")
-        }.items()
-    }  # fmt: skip
-    left, unknown = rank(best)
-    if not left and not unknown:
-        records = min(best.kinds[kind].leak.records for kind in having(best, "below"))
-        open_ = [named(k, metrics) for k, one in best.kinds.items() if one.leak.state != "below"]
+    best = min(tested, key=lambda entry: [len(kinds) for kinds in grouped(entry)[:2]])
+    open_, unknown, closed = grouped(best)
+    if not open_ and not unknown:
+        records = min(best.kinds[kind].leak.records for kind in closed)
+        others = [kind for kind, one in best.kinds.items() if one.leak.state != "below"]
         return [
-            f"Use {best.defence}: with it the leak of {words['closed']} was below the limit, on "
+            f"Use {best.defence}: with it the leak of {told(closed)} was below the limit, on "
             f"{_number(records, 'record')} and against attacks that do not adapt to it. "
-            + (f"Of {_listed(open_)} this audit cannot tell. " if open_ else "")
+            + (f"Of {told(others)} this audit cannot tell. " if others else "")
             + "Measure what it costs in accuracy first; this audit did not."
         ]
-    if left == len(leaks):
+    if len(open_) == len(leaks):
         return ["None of the tested defences closed the leak: test stronger settings, or others."]
     parts = []
     if unknown:
-        more = max(
-            best.kinds[kind].leak.more or 0 for kind in having(best, "undecided", "no control")
-        )
+        more = max(best.kinds[kind].leak.more or 0 for kind in unknown)
         evidence = (
             f"at least {_number(more, 'more record')} must show it"
             if more
             else "the known-weak twin gave no evidence"
         )
-        parts.append(f"it may close the leak of {words['unknown']}, but {evidence}")
-    if having(best, "below"):
-        parts.append(f"it closed the leak of {words['closed']}")
-    if left:
-        parts.append(f"the leak of {words['open']} is still open")
+        parts.append(f"it may close the leak of {told(unknown)}, but {evidence}")
+    if closed:
+        parts.append(f"it closed the leak of {told(closed)}")
+    if open_:
+        parts.append(f"the leak of {told(open_)} is still open")
     return [f"Look closer at {best.defence}: {'; '.join(parts)}. The attacks did not adapt to it."]
 
 

@@ -35,7 +35,6 @@ from leakgauge.guard import Guard
 from leakgauge.kept import Checkpoint, key_of
 from leakgauge.tensors import seeded
 from leakgauge.types import (
-    Attack,
     Batch,
     Exchange,
     Kept,
@@ -82,11 +81,11 @@ class Bench:
             return Times(time.monotonic() - began, time.process_time() - cpu)
 
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
-        attack, seen = self.plan.attacks[case.attack], None
-        if not isinstance(attack, PreparedAttack):
+        seen = None
+        if not isinstance(self.plan.attacks[case.attack], PreparedAttack):
             seen = threat.observe(round_, case.threat(self.plan))  # nor is this its mistake
         try:
-            found, score, pictures = self._attack(case, attack, round_, seen, progress)
+            found, score, pictures = self._attack(case, round_, seen, progress)
             status: Status = "unscored" if score is None else "done"
             trial = case.trial(self.plan)(status, None, took(), found=found, score=score)
             return Done(trial, pictures)
@@ -97,19 +96,16 @@ class Bench:
             return Done(case.crashed(self.plan, took(), words, traceback.format_exc(limit=-4)))
 
     def _attack(
-        self,
-        case: Case,
-        attack: Attack,
-        round_: Exchange,
-        seen: Observation | None,
-        progress: Progress,
+        self, case: Case, round_: Exchange, seen: Observation | None, progress: Progress
     ) -> tuple[Found, Score | None, dict[str, bytes]]:
+        attack = self.plan.attacks[case.attack]
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
         alone = case.attack.partition("+")[0]  # the same guess, restored or not
         attack_rng = seeded(case.seed, f"attack/{alone}")
         if seen is None:
-            round_, kept = self.played(case, attack, round_, attack_rng, resources)
+            assert isinstance(attack, PreparedAttack)
+            round_, kept = self._played(case, attack, round_, attack_rng, resources)
             seen = threat.observe(round_, who, kept=kept)
         guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
         found = found_by(guess, seen)
@@ -137,23 +133,21 @@ class Bench:
         noise = torch.rand(guess.inputs.shape, generator=rng)
         return replace(guess, inputs=better), restorer.restore(noise, seen.record, rng)
 
-    def played(
+    def _played(
         self,
         case: Case,
-        attack: Attack,
+        attack: PreparedAttack,
         round_: Exchange,
         rng: torch.Generator,
-        resources: Resources | None = None,
+        resources: Resources,
     ) -> tuple[Exchange, Kept | None]:
         """The round as it is under this attack, and what the attack kept of its preparation: one
         that changes the model has the clients train on what it sent."""
-        if not isinstance(attack, PreparedAttack):
-            return round_, None
         victims = threat.victims(round_, case.threat(self.plan))
         aim = target(round_, self.plan.public, victims)
         key = key_of(attack, aim, rng)
         place = Checkpoint(self.prepared / f"{key}.safetensors", key)
-        made = attack.prepare(aim, rng, replace(resources or Resources(), checkpoint=place))
+        made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
         if made.models:
             if not attack.manipulates:
                 raise InputError(
@@ -182,12 +176,11 @@ class Bench:
         """The round of a case, kept while the next cases share it; or the one that was captured."""
         if self.plan.captured and case.kept is None:
             return self.plan.captured[case.stage]
-        key = (case.stage, case.defence, case.seed, case.kept)
-        if self._round is None or key != self._key:
+        if self._round is None or case.federation != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
             rng = seeded(case.seed, "federation")
             self._round = simulate(case.scenario(self.plan), rng, shown)
-            self._key = key
+            self._key = case.federation
         return self._round
 
     def sensitivity(self, case: Case) -> Sensitivity:

@@ -7,8 +7,10 @@ are the data: scores and a control are possible. Where not, every trial ends as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from leakgauge.exchanges import Manifest
 from leakgauge.records import Scale
 from leakgauge.types import Dataset, Exchange, Round
 
+Manifests: TypeAlias = Sequence[tuple[Path, Manifest]]
 ATTACKS: tuple[Table, ...] = (
     {"name": "analytic"},
     {"name": "inverting-gradients", "iterations": 300},
@@ -27,15 +30,15 @@ ATTACKS: tuple[Table, ...] = (
 """What is tried where nobody named an attack."""
 
 
-def folder_of(federation: Federation, folder: Path) -> Path | None:
-    """The folder of captured rounds that a plan names, if it names one."""
+def found(federation: Federation, folder: Path) -> Manifests:
+    """The captured rounds that a plan names: none if they are simulated."""
     if federation.captured is None:
-        return None
+        return []
     if len(federation.data) > 1 or not isinstance(federation.captured, str):
         raise PlanError(
             f'federation.data: expected {{ captured = "DIR" }} alone, got {federation.data}'
         )
-    return folder / Path(federation.captured).expanduser()
+    return exchanges.manifests(folder / Path(federation.captured).expanduser())
 
 
 def table(path: Path) -> Table:
@@ -44,9 +47,8 @@ def table(path: Path) -> Table:
     return {"federation": federation, "attack": list(ATTACKS), "audit": {"seeds": [0]}}
 
 
-def filled(document: Document, folder: Path) -> Document:
+def filled(document: Document, found: Manifests) -> Document:
     """The document with the federation that the files describe."""
-    found = exchanges.manifests(folder)
     first = found[0][1]
     for path, other in found[1:]:
         if _kind(other) != _kind(first):
@@ -54,8 +56,9 @@ def filled(document: Document, folder: Path) -> Document:
                 f"{path} is of another federation than {found[0][0].name} (another model, record, "
                 "classes, training or number of clients): audit each in a folder of its own"
             )
+    unsaid = Federation(data=document.federation.data)
     said = replace(
-        Federation(data=document.federation.data),
+        unsaid,
         model=first.made_by,
         training=first.training,
         record=Scale(**{k: tuple(v) for k, v in first.record.items() if k in ("mean", "std")}),
@@ -64,7 +67,6 @@ def filled(document: Document, folder: Path) -> Document:
         server_lr=first.server_lr,
         rounds=tuple(range(len(found))),
     )
-    unsaid = Federation(data=document.federation.data)
     for name in (one.name for one in fields(Federation)):
         given = getattr(document.federation, name)
         if given not in (getattr(said, name), getattr(unsaid, name)):
@@ -78,7 +80,7 @@ def filled(document: Document, folder: Path) -> Document:
         )
     if [one.get("name") for one in document.defence] != [NO_DEFENCE]:
         raise PlanError("defence: a captured update has been sent: no defence changes it any more")
-    control = document.audit.control and _known(folder)
+    control = document.audit.control and _known(found)
     audit = replace(document.audit, explain=False, control=control)
     return replace(document, federation=said, audit=audit)
 
@@ -88,23 +90,21 @@ def _kind(manifest: Manifest) -> tuple[object, ...]:
     return len(manifest.sizes), *(getattr(manifest, name) for name in same)
 
 
-def _known(folder: Path) -> bool:
+def _known(found: Manifests) -> bool:
     """Whether the truths of all rounds are there."""
-    return all(exchanges.TRUTH in manifest.digests for _, manifest in exchanges.manifests(folder))
+    return all(exchanges.TRUTH in manifest.digests for _, manifest in found)
 
 
-def rounds(folder: Path, model: nn.Module) -> tuple[Exchange, ...]:
-    truths = _known(folder)
-    found = exchanges.manifests(folder)
+def rounds(found: Manifests, model: nn.Module) -> tuple[Exchange, ...]:
+    truths = _known(found)
     return tuple(exchanges.exchange(path, one, model, truths=truths) for path, one in found)
 
 
-def records(folder: Path) -> Dataset:
+def records(path: Path, first: Manifest) -> Dataset:
     """A data set without records: what is known of their kind."""
-    first = exchanges.manifests(folder)[0][1]
     inputs = torch.empty(0, *first.record["shape"])
     labels = torch.empty(0, dtype=torch.long)
-    return Dataset(f"captured in {folder.name}", inputs, labels, first.classes)
+    return Dataset(f"captured in {path.parent.name}", inputs, labels, first.classes)
 
 
 def with_truths(empty: Dataset, rounds: tuple[Exchange, ...]) -> Dataset:

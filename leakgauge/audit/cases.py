@@ -42,13 +42,23 @@ class Case:
     def keeps(self, factor: str) -> bool:
         return self.kept is None or factor in self.kept
 
+    @property
+    def honest(self) -> int:
+        """How many honest rounds come before the attacked one."""
+        return self.stage if self.keeps("stage") else 0
+
+    @property
+    def federation(self) -> tuple[object, ...]:
+        """The same for cases whose round is the same."""
+        return self.stage, self.defence, self.seed, self.kept
+
     def trial(self, plan: Plan) -> partial[Trial]:
         """The trial of this case but for how it ended: its status, error, times and the rest."""
         return partial(
             Trial,
             self.id,
             self.kind,
-            self.stage if self.keeps("stage") else 0,
+            self.honest,
             self.defence if self.keeps("defence") else NO_DEFENCE,
             self.attack,
             self.seed,

@@ -23,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -33,6 +35,8 @@ from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
+from leakgauge.fl.local import step_count
+from leakgauge.fl.simulate import records_of
 from leakgauge.types import Attack, Iterative
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
@@ -69,17 +73,12 @@ def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> F
     planned = cases.trials(plan)
     controls = cases.controls(plan) if plan.document.audit.control else []
     with tempfile.TemporaryDirectory(prefix="leakgauge-") as folder:
-        trying = _Trying(plan, Path(folder))
+        trying = _Trying(plan, Path(folder), tell)
         simulation = trying.simulation(planned[0])
-        found = {}
-        for name in plan.attacks:
-            tell(name)
-            found[name] = trying.cost(next(case for case in planned if case.attack == name))
+        firsts = {case.attack: case for case in reversed(planned)}
+        found = {name: trying.cost(firsts[name]) for name in plan.attacks}
         twins = {case.attack: case for case in controls if case.kind == "control"}
-        on_twin = {}
-        for name, case in twins.items():
-            tell(name)
-            on_twin[name] = trying.cost(case)
+        on_twin = {name: trying.cost(case) for name, case in twins.items()}
 
     def cost(case: Case) -> float:
         whole = found[case.attack].cpu_seconds
@@ -119,20 +118,15 @@ class _Simulation:
 
     def total(self, wanted: list[Case]) -> float:
         """Of these cases in this order: a round that the next cases share is played once."""
-        keys = [(case.stage, case.defence, case.seed, case.kept) for case in wanted]
-        played = [
-            case for case, key, before in zip(wanted, keys, [None, *keys], strict=False)
-            if key != before
-        ]  # fmt: skip
-        stages = [case.stage if case.keeps("stage") else 0 for case in played]
-        return sum(self.start + stage * self.each for stage in stages)
+        played = [next(cases) for _, cases in groupby(wanted, attrgetter("federation"))]
+        return sum(self.start + case.honest * self.each for case in played)
 
 
 class _Trying:
     """Times trials of a plan whose attacks are shortened one after the other."""
 
-    def __init__(self, plan: Plan, folder: Path):
-        self.plan = plan
+    def __init__(self, plan: Plan, folder: Path, tell: Callable[[str], None]):
+        self.plan, self.tell = plan, tell
         self.bench = Bench(plan, folder)
         self._reached: dict[str, float] = {}  # dB, the most that a timed trial of an attack had
 
@@ -158,6 +152,7 @@ class _Trying:
 
     def cost(self, case: Case) -> Applicability:
         """What a trial of this case costs once its round is played, and whether it applies."""
+        self.tell(case.attack)
         attack = self.plan.attacks[case.attack]
         try:
             if not isinstance(attack, Iterative) or not attack.iterations:
@@ -182,9 +177,8 @@ class _Trying:
         short, long, count = timed(SHORT), timed(LONG), LONG
         if long - short < ENOUGH:
             each = max((long - short) / (LONG - SHORT), ENOUGH / LONGEST)
-            count = min(wanted, LONGEST, math.ceil(SHORT + ENOUGH / each))
+            count = max(LONG, min(wanted, LONGEST, math.ceil(SHORT + ENOUGH / each)))
             long = timed(count) if count > LONG else long
-        count = max(count, LONG)
         each = max(0.0, long - short) / (count - SHORT)
         cost = long + each * (wanted - count)
         limit = self.plan.document.audit.seconds
@@ -212,17 +206,12 @@ class _Refused(Exception):
 def _work(plan: Plan, case: Case) -> int:
     """Records that go through the network for one simulated update of this case."""
     scenario = case.scenario(plan)
-    training, records = scenario.training, scenario.records or scenario.training.batch_size
-    if records == "all":
-        records = len(scenario.data) // scenario.clients
-    steps = (
-        training.steps
-        if training.epochs is None
-        else training.epochs * math.ceil(records / training.batch_size)
+    steps = step_count(
+        records_of(scenario, len(scenario.data) // scenario.clients), scenario.training
     )
     alone = case.threat(plan).actor == "server"
     clients = 1 if alone else scenario.participants or scenario.clients
-    return steps * training.batch_size * clients
+    return steps * scenario.training.batch_size * clients
 
 
 def _peak_megabytes() -> float:

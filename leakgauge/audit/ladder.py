@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from leakgauge.fl import Scenario
-from leakgauge.types import Actor, LocalTraining
+from leakgauge.types import Actor
 
 FACTORS = ("batch", "steps", "batch norm", "aggregation", "stage", "defence")
 
@@ -42,11 +42,14 @@ def weakened(scenario: Scenario, kept: Collection[str]) -> Scenario:
 
 def factors(scenario: Scenario, actor: Actor) -> list[str]:
     """The factors in which the scenario differs from its weakest twin, in the ladder's order."""
-    weak = weakened(scenario, ())
+
+    def differs_by(factor: str) -> bool:
+        return weakened(scenario, {*FACTORS} - {factor}).training != scenario.training
+
     differs = {
         "batch": (scenario.training.batch_size, scenario.records or 1) != (1, 1),
-        "steps": _steps(scenario.training) != _steps(weak.training),
-        "batch norm": _modes(scenario.training) != _modes(weak.training),
+        "steps": differs_by("steps"),
+        "batch norm": differs_by("batch norm"),
         # A server that sees each update by itself is not hindered by the other clients.
         "aggregation": actor != "server" and (scenario.participants or scenario.clients) > 1,
         "stage": scenario.rounds > 0,
@@ -68,17 +71,3 @@ def describe(scenario: Scenario, factor: str, defence: str) -> str:
         "stage": f"untrained → after {scenario.rounds} rounds",
         "defence": f"no defence → {defence}",
     }[factor]
-
-
-def _steps(training: LocalTraining) -> tuple[object, ...]:
-    return (
-        training.steps,
-        training.epochs,
-        training.optimiser,
-        training.momentum,
-        training.weight_decay,
-    )
-
-
-def _modes(training: LocalTraining) -> tuple[str, str]:
-    return training.batch_norm, training.dropout

@@ -23,12 +23,13 @@ from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
-from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
+from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration, name_of
 from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
+from leakgauge.fl.local import step_count
 from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import initial_model
@@ -37,6 +38,7 @@ from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of, refuse_moved
 from leakgauge.restore import RESTORERS
+from leakgauge.tensors import raw
 from leakgauge.types import (
     Attack,
     Dataset,
@@ -84,24 +86,19 @@ class Plan:
         for records in (self.data, self.public):
             for values in (records.inputs, records.labels):
                 digest.update(f"{tuple(values.shape)}".encode())
-                digest.update(values.contiguous().numpy().data)
+                digest.update(raw(values))
         first = self.scenario(document.federation.rounds[0], next(iter(self.defences)))
         model = initial_model(first, torch.Generator().manual_seed(0))
         digest.update(str(model).encode())
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             digest.update(f"{value.requires_grad}".encode())
-            digest.update(
-                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            )
+            digest.update(raw(value))
         for exchange in self.captured:
             for update in (*exchange.updates, exchange.after, dict(exchange.model.state_dict())):
                 for value in update.values():
-                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
-        names = [
-            named if isinstance(named, str) else str((named or {}).get("name"))
-            for named in (document.federation.model, document.federation.data)
-        ]
+                    digest.update(raw(value))
+        names = [name_of(document.federation.model), name_of(document.federation.data)]
         digest.update(" ".join(method.package for method in self.outside).encode())
         for name in (*names, *(method.spec for method in self.outside)):
             for file in own_files(name, self.folder):
@@ -194,9 +191,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
-    where = captured.folder_of(document.federation, folder)
-    if where is not None:
-        document = captured.filled(document, where)
+    rounds = captured.found(document.federation, folder)
+    if rounds:
+        document = captured.filled(document, rounds)
     federation = document.federation
     if federation.model is None:
         raise PlanError(f"{name}.federation: key 'model' is missing")
@@ -206,9 +203,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     chosen: dict[str, Metric] = {}
     for one in scores:
         chosen[unused(one.key, chosen)] = one.item
-    restorers: dict[str, Restorer] = {}
     ours = ATTACKS | ACTIVE_ATTACKS
-    attacks, outside = _each("attack", ours, document.attack, folder, restorers)
+    attacks, restorers, outside = _each("attack", ours, document.attack, folder)
     for key, attack in attacks.items():
         _check_needs(key, attack)
         threat.check(key, attack, document.threat)
@@ -220,12 +216,13 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         choose(models.MODELS, model, "model")
     choose(models.INITS, federation.init, "initialisation")
     partition = _partition(federation.partition)
-    defences, others = _each("defence", {**DEFENCES, NO_DEFENCE: None}, document.defence, folder)
-    records = captured.records(where) if where else _load(federation.data, folder)
+    known = {**DEFENCES, NO_DEFENCE: None}
+    defences, _, others = _each("defence", known, document.defence, folder)
+    records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder)
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
-    malicious = document.threat.malicious and where is None
+    malicious = document.threat.malicious and not rounds
     public, private = _set_aside(records, federation.public, malicious)
     plan = Plan(
         name=name,
@@ -241,10 +238,10 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         restorers=restorers,
         outside=(*outside, *others, *(one for one in scores if one.spec)),
     )
-    if where is None:
+    if not rounds:
         return plan
-    rounds = captured.rounds(where, plain_model(plan._make_model(), "made_by"))
-    return replace(plan, captured=rounds, data=captured.with_truths(private, rounds))
+    sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
+    return replace(plan, captured=sent, data=captured.with_truths(private, sent))
 
 
 def _path(folder: Path, path: str) -> Path:
@@ -266,26 +263,23 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
 
 
 def _each(
-    what: str,
-    ours: Mapping[str, Any],
-    tables: tuple[Table, ...],
-    folder: Path,
-    restorers: dict[str, Restorer] | None = None,
-) -> tuple[dict[str, Any], list[Method]]:
-    """Instances by name, a name used again with a number; and those from outside this package.
-    Restorers that the tables name are added to `restorers`, under the name of what they restore."""
+    what: str, ours: Mapping[str, Any], tables: tuple[Table, ...], folder: Path
+) -> tuple[dict[str, Any], dict[str, Restorer], list[Method]]:
+    """Instances by name, a name used again with a number; the restorers of attacks, under the name
+    of what they restore; and those from outside this package."""
     made: dict[str, Any] = {}
+    restorers: dict[str, Restorer] = {}
     outside = []
     for table in tables:
         name, options = _name(table, what)
-        chosen = None if restorers is None else options.pop(RESTORE, None)
+        chosen = options.pop(RESTORE, None) if what == "attack" else None
         method = find(what, name, ours, folder)
         if method.item is None and options:
             raise PlanError(f"{what} {name!r} takes no options, got {', '.join(options)}")
         found = method.item and method.make(options, f"{what} {name!r}")
         outside += [method] if method.spec else []
         key = method.key
-        if restorers is not None and chosen is not None:
+        if chosen is not None:
             chosen = convert(chosen, str | dict[str, Any], f"{what} {name!r}: {RESTORE}")
             own, more = _name(chosen, "restorer")
             restorer = find("restorer", own, RESTORERS, folder)
@@ -293,14 +287,13 @@ def _each(
             restorers[key] = restorer.make(more, f"restorer {own!r}")
             outside += [restorer] if restorer.spec else []
         made[unused(key, made)] = found
-    return made, outside
+    return made, restorers, outside
 
 
 def _partition(value: str | Table) -> Partition:
     name, options = _name(value, "partition")
-    where = f"partition {name!r}"
-    made: Partition = build(choose(PARTITIONS, name, "partition"), options, where)
-    check_numbers(made, where)
+    method = Method(name, choose(PARTITIONS, name, "partition"))
+    made: Partition = method.make(options, f"partition {name!r}")
     return made
 
 
@@ -334,8 +327,6 @@ def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Da
             f"{len(records)}: leave some for the clients"
         )
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
-    if not count:
-        order = torch.arange(len(records))
     chosen, rest = order[:count].sort().values, order[count:].sort().values
     public, private = (
         replace(records, inputs=records.inputs[i], labels=records.labels[i]) for i in (chosen, rest)
@@ -388,8 +379,8 @@ def _check_actor(who: ThreatModel, federation: Federation) -> None:
 
 def _check_length(training: LocalTraining, records: int) -> None:
     """Refuse local training that would never end."""
-    steps = training.epochs and training.epochs * -(-records // training.batch_size)
-    if steps and steps > MOST_STEPS:
+    steps = step_count(records, training)
+    if training.epochs and steps > MOST_STEPS:
         raise PlanError(
             f"federation.training.epochs = {training.epochs} is up to {steps:,} steps of batch "
             f"size {training.batch_size} on {records:,} records; at most {MOST_STEPS:,} are "

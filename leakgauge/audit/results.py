@@ -395,14 +395,13 @@ class Result:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        names = {metric.name for metric in self.metrics}
         limits = {metric.name: metric.limit for metric in self.metrics}
         asked = {"psnr": self.plan.audit.limit.psnr} | self.plan.audit.limit.scores
         for name, limit in asked.items():
-            if name not in names or limits[name] != limit:
+            if name not in limits or limits[name] != limit:
                 raise ValueError(f"metrics: expected {name} with the limit {limit:g} of the plan")
         for i, trial in enumerate(self.trials):
             for key in ("scores", "mean_image", "random_image") if trial.score else ():
-                wanted = names | ({"identified"} if key == "scores" else set())
+                wanted = set(limits) | ({"identified"} if key == "scores" else set())
                 if absent := sorted(wanted - set(getattr(trial.score, key))):
                     raise ValueError(f"trials[{i}].score.{key}: key {absent[0]!r} is missing")

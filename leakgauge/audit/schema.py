@@ -97,7 +97,7 @@ def check_trial(value: Any, id_: str) -> Trial:
 
 def _read(value: Any) -> Result:
     _printable(value, "result")
-    version = convert(_get(value, "result", "schema"), int, "result.schema")
+    version: int = _get(value, int, "result", "schema")
     if version > SCHEMA:
         raise InputError(
             f"written by a newer LeakGauge: its schema is {version}, this version reads up to "
@@ -157,11 +157,11 @@ def _torch() -> str:
 def _from_1(old: Table) -> Table:
     """Schema 1 knew no verdict, control, explanation, threat words, forecast or caveats. It keeps
     none: what it measured was judged by nobody."""
-    model = _get(old, "result", "plan", "federation", "model")
+    model = _get(old, Any, "result", "plan", "federation", "model")
     name = model.get("name") if isinstance(model, dict) else model
-    trials = convert(_get(old, "result", "trials"), tuple[Table, ...], "result.trials")
-    federation = convert(_get(old, "result", "federation"), Table, "result.federation")
-    times = convert(_get(old, "result", "times"), Table, "result.times")
+    trials = _get(old, tuple[Table, ...], "result", "trials")
+    federation = _get(old, Table, "result", "federation")
+    times = _get(old, Table, "result", "times")
     return _from_3(
         old
         | dict.fromkeys(("threat", "verdict", "explanation", "sensitivity"))
@@ -177,16 +177,16 @@ def _from_1(old: Table) -> Table:
 def _from_2(old: Table) -> Table:
     """Schema 2 judged pictures alone: its trials are judged anew, by the limits of today where its
     plan names none. Its ladder did not say which trials it used, and is left out."""
-    entries = convert(_get(old, "result", "control"), tuple[Table, ...], "result.control")
-    control = [{"trials": [_get(entry, "result.control", "trial")]} for entry in entries]
+    entries = _get(old, tuple[Table, ...], "result", "control")
+    control = [{"trials": [_get(entry, Any, "result.control", "trial")]} for entry in entries]
     return _from_3(old | {"verdict": None, "explanation": None, "control": control})
 
 
 def _from_3(old: Table) -> Table:
     """Schema 3 kept what a trial found and its score in one table, and signs of the search among
     the attack's own facts and notes."""
-    plan = _rescaled(convert(_get(old, "result", "plan"), Table, "result.plan"))
-    before = convert(_get(old, "result", "trials"), tuple[Table, ...], "result.trials")
+    plan = _rescaled(_get(old, Table, "result", "plan"))
+    before = _get(old, tuple[Table, ...], "result", "trials")
     trials = [_trial_from_3(trial, f"result.trials[{i}]") for i, trial in enumerate(before)]
     audit = convert(plan.get("audit", {}), Table, "result.plan.audit")
     limit = build(Limit, audit.get("limit", {}), "result.plan.audit.limit", lenient=True)
@@ -194,11 +194,10 @@ def _from_3(old: Table) -> Table:
     names = dict.fromkeys(("psnr", *convert(scores, Table, "result.trials.scores")))
     metrics = measurements({name: METRICS[name] for name in names if name in METRICS}, limit)
     document = build(Document, plan, "result.plan", lenient=True)
-    used = convert(_get(old, "result", "references"), tuple[str, ...], "result.references")
-    threat = convert(_get(old, "result", "threat"), Table | None, "result.threat")
-    times = convert(_get(old, "result", "times"), Table, "result.times")
-    path = "result.times.forecast"
-    forecast = convert(_get(times, "result.times", "forecast"), Table | None, path)
+    used = _get(old, tuple[str, ...], "result", "references")
+    threat = _get(old, Table | None, "result", "threat")
+    times = _get(old, Table, "result", "times")
+    forecast = _get(times, Table | None, "result.times", "forecast")
     return old | {
         "schema": SCHEMA,
         "plan": plan,
@@ -222,11 +221,12 @@ def _rescaled(plan: Table) -> Table:
 def _trial_from_3(old: Table, path: str) -> Table:
     if old.get("status") != "done":
         return old
-    facts = convert(_get(old, path, "facts"), Table, f"{path}.facts")
+    facts = _get(old, Table, path, "facts")
     signs = ("iterations", "objectives", "zero_tensors", "sparsity", "guard")
-    labels = convert(_get(old, path, "labels"), Table | None, f"{path}.labels")
-    notes = convert(_get(old, path, "notes"), tuple[str, ...], f"{path}.notes")
-    found = {key: _get(old, path, key) for key in ("guesses", "residual", "history", "images")} | {
+    labels = _get(old, Table | None, path, "labels")
+    notes = _get(old, tuple[str, ...], path, "notes")
+    kept = ("guesses", "residual", "history", "images")
+    found = {key: _get(old, Any, path, key) for key in kept} | {
         "labels": labels and labels.get("guess"),
         "distances": old.get("distances", []),
         "notes": notes,
@@ -235,10 +235,10 @@ def _trial_from_3(old: Table, path: str) -> Table:
         **{key: facts.pop(key) for key in signs if key in facts},
         "facts": facts,
     }
-    score = {key: _get(old, path, key) for key in ("records", "scores", "caveats")} | {
-        "mean_image": _get(old, path, "baselines", "mean image"),
-        "random_image": _get(old, path, "baselines", "random image"),
-        "identified": _get(old, path, "baselines", "identified"),
+    score = {key: _get(old, Any, path, key) for key in ("records", "scores", "caveats")} | {
+        "mean_image": _get(old, Any, path, "baselines", "mean image"),
+        "random_image": _get(old, Any, path, "baselines", "random image"),
+        "identified": _get(old, Any, path, "baselines", "identified"),
         "labels": labels and {key.replace(" ", "_"): value for key, value in labels.items()},
     }
     return old | {"found": found, "score": score}
@@ -247,13 +247,13 @@ def _trial_from_3(old: Table, path: str) -> Table:
 MIGRATIONS: dict[int, Callable[[Table], Table]] = {1: _from_1, 2: _from_2, 3: _from_3}
 
 
-def _get(table: Any, path: str, *keys: str) -> Any:
-    """What stands at this place of a file that may be damaged."""
+def _get(table: Any, kind: Any, path: str, *keys: str) -> Any:
+    """What stands at this place of a file that may be damaged, if it is of this kind."""
     for key in keys:
         if key not in convert(table, Table, path):
             raise PlanError(f"{path}: key {key!r} is missing")
         table, path = table[key], f"{path}.{key}"
-    return table
+    return convert(table, kind, path)
 
 
 # Any JSON

@@ -34,6 +34,19 @@ class Remote:
         return self.members or tuple(file.name for file in self.files)
 
 
+IDX = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+def _idx(*sums: tuple[int, str]) -> tuple[File, ...]:
+    """The four files of MNIST and of sets in its form, by their size and SHA-256 sum."""
+    return tuple(File(name, *of) for name, of in zip(IDX, sums, strict=True))
+
+
 REMOTES: dict[str, Remote] = {
     "cifar10": Remote(
         "https://www.cs.toronto.edu/~kriz/",
@@ -62,53 +75,21 @@ REMOTES: dict[str, Remote] = {
     "mnist": Remote(
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
         "MNIST/raw",
-        (
-            File(
-                "train-images-idx3-ubyte.gz",
-                9912422,
-                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            ),
-            File(
-                "train-labels-idx1-ubyte.gz",
-                28881,
-                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            ),
-            File(
-                "t10k-images-idx3-ubyte.gz",
-                1648877,
-                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            ),
-            File(
-                "t10k-labels-idx1-ubyte.gz",
-                4542,
-                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-            ),
+        _idx(
+            (9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+            (28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+            (1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+            (4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
         ),
     ),
     "fashion-mnist": Remote(
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         "FashionMNIST/raw",
-        (
-            File(
-                "train-images-idx3-ubyte.gz",
-                26421880,
-                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            ),
-            File(
-                "train-labels-idx1-ubyte.gz",
-                29515,
-                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            ),
-            File(
-                "t10k-images-idx3-ubyte.gz",
-                4422102,
-                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            ),
-            File(
-                "t10k-labels-idx1-ubyte.gz",
-                5148,
-                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-            ),
+        _idx(
+            (26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+            (29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+            (4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+            (5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
         ),
     ),
 }

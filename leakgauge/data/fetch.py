@@ -138,17 +138,15 @@ def _download(url: str, file: File, path: Path) -> Iterator[int]:
 
 def _check(path: Path, file: File, keep: bool) -> None:
     """The file must be the one that was meant; a wrong download is removed."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
-    if digest.hexdigest() == file.sha256:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found == file.sha256:
         return
     if not keep:
         path.unlink()
     raise DataError(
-        f"{path}: expected sha256 {file.sha256}, got {digest.hexdigest()}: this is not the public "
-        f"file. {'Remove it and' if keep else 'It was removed;'} try again, or name another source."
+        f"{path}: expected sha256 {file.sha256}, got {found}: this is not the public file. "
+        f"{'Remove it and' if keep else 'It was removed;'} try again, or name another source."
     )
 
 

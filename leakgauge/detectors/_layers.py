@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,12 +47,8 @@ def prepared(model: nn.Module, training: LocalTraining) -> nn.Module:
 def drawn(labels: Tensor, count: int, rng: torch.Generator) -> Tensor:
     """`count` records (fewer, if there are not so many) by `rng`, one of each class first."""
     order = torch.randperm(len(labels), generator=rng)
-    seen: set[int] = set()
-    ahead = []
-    for place, label in enumerate(labels[order].tolist()):
-        if label not in seen:
-            seen.add(label)
-            ahead.append(place)
+    _, first = np.unique(labels[order].numpy(), return_index=True)  # of each class
+    ahead = torch.from_numpy(np.sort(first))
     others = torch.ones(len(order), dtype=torch.bool)
     others[ahead] = False
     return torch.cat([order[ahead], order[others]])[:count]

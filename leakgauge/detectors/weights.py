@@ -74,15 +74,12 @@ class Weights:
         def drawn() -> torch.Generator:
             return torch.Generator().manual_seed(seed)
 
-        def duplicates(rows: Tensor, bias: Tensor | None) -> float | None:
-            return duplicate_share(
-                rows, drawn(), self.cosine, self.sample, self.fan_in, self.rows
-            )  # fmt: skip
-
         return (
             ("duplicate-rows", self.duplicate_rows, "reject",
              "a share of {score:.2f} of the rows of {name} are copies of each other, as in a layer "
-             "made to sort inputs into bins", duplicates),
+             "made to sort inputs into bins",
+             lambda rows, bias: duplicate_share(
+                 rows, drawn(), self.cosine, self.sample, self.fan_in, self.rows)),
             ("zero-rows", self.zero_rows, "reject",
              "a share of {score:.2f} of the rows of {name} is zero, as in a layer made to let one "
              "class or feature through", _zero_rows),
@@ -139,13 +136,9 @@ def exempt(received: Received, name: str, threshold: float, score: Test) -> bool
     known: list[dict[str, Tensor]] = [dict(received.fresh.named_parameters())]
     if received.history is not None:
         known.append({n: v for n, v in received.history.state.items() if n in known[0]})
-    for named in known:
-        for other, rows, bias in matrices(named):
-            if other == name:
-                found = score(rows, bias)
-                if found is not None and found > threshold:
-                    return True
-    return False
+    same = (part for named in known for part in matrices(named) if part[0] == name)
+    scores = (score(rows, bias) for _, rows, bias in same)
+    return any(found is not None and found > threshold for found in scores)
 
 
 def duplicate_share(

@@ -200,6 +200,13 @@ def decay(training: LocalTraining, steps: int) -> float:
     return float(state.moved[0])
 
 
+def step_count(records: int, training: LocalTraining) -> int:
+    """How many local steps a client takes on so many records."""
+    if training.epochs is None:
+        return training.steps
+    return training.epochs * -(-records // training.batch_size)
+
+
 def minibatches(
     records: int, training: LocalTraining, rng: torch.Generator | None = None
 ) -> list[Tensor]:
@@ -212,8 +219,7 @@ def minibatches(
             f"batch_size is {training.batch_size} but the client trains on {records} records: "
             "lower batch_size or raise records"
         )
-    per_epoch = -(-records // training.batch_size)
-    total = training.steps if training.epochs is None else training.epochs * per_epoch
+    total = step_count(records, training)
     steps: list[Tensor] = []
     while len(steps) < total:
         if training.order == "shuffled" and rng is not None:

@@ -70,7 +70,7 @@ def simulate(
     model = initial_model(scenario, rng)
     shards = scenario.partition.split(scenario.data, scenario.clients, rng)
     for k, shard in enumerate(shards):
-        records = _records(scenario, len(shard))
+        records = records_of(scenario, len(shard))
         if len(shard) < records or not len(shard):
             raise InputError(
                 f"client {k} holds {len(shard)} records of {scenario.data.name} but a round takes "
@@ -149,7 +149,7 @@ def _try_out(model: nn.Module, scenario: Scenario) -> None:
     """One step of local training on the smallest batch that a client meets, of blank records: what
     is wrong with the model is said before anything is run."""
     training, data = scenario.training, scenario.data
-    records = _records(scenario, len(data))
+    records = records_of(scenario, len(data))
     size = max(1, min(training.batch_size, records))
     count = records % size or size
     blank = data.inputs.new_zeros(count, *data.inputs.shape[1:])
@@ -165,7 +165,7 @@ def _try_out(model: nn.Module, scenario: Scenario) -> None:
     attempt(live, values | dict(live.model.named_buffers()), blank, labels, training)
 
 
-def _records(scenario: Scenario, held: int) -> int:
+def records_of(scenario: Scenario, held: int) -> int:
     """How many records a client that holds so many trains on in a round."""
     if scenario.records == "all":
         return held
@@ -175,7 +175,7 @@ def _records(scenario: Scenario, held: int) -> int:
 def _check(scenario: Scenario) -> None:
     """Refuse sizes that cannot be, before anything is drawn."""
     training, total = scenario.training, len(scenario.data)
-    records = _records(scenario, total)
+    records = records_of(scenario, total)
     if records > total:
         raise InputError(
             f"a client would train on {records} records (batch_size {training.batch_size}) but "
@@ -215,7 +215,7 @@ def _play(
     truths = []
     for k in clients:
         shard = shards[k]
-        records = _records(scenario, len(shard))
+        records = records_of(scenario, len(shard))
         picked = shard[torch.randperm(len(shard), generator=rng)[:records]]
         truths.append(Batch(data.inputs[picked], data.labels[picked]))
     sizes = tuple(len(truth) for truth in truths)

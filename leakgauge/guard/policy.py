@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from leakgauge.config import build, convert, did_you_mean
+from leakgauge.config import build, convert, did_you_mean, toml
 from leakgauge.detectors import (
     DSNR,
     Continuity,
@@ -213,7 +213,7 @@ def _lines(value: Any, default: Any) -> list[str]:
             mine = [{"name": _spec(test)} | _set(test) for test in mine]
         elif dataclasses.is_dataclass(mine) and not isinstance(mine, type):
             mine = _set(mine)
-        lines.append(f"{one.name} = {_toml(mine)}")
+        lines.append(f"{one.name} = {toml(mine)}")
     return lines
 
 
@@ -226,13 +226,3 @@ def _set(options: Any) -> dict[str, Any]:
 
 def _spec(test: Detector) -> str:
     return f"{type(test).__module__}:{type(test).__name__}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -61,8 +61,6 @@ def read(folder: Path, federation: str) -> History | None:
         if header.pop("digest", None) != _digest(state, header):
             raise ValueError("its contents are not those that were written")
         history = _history(state, json.loads(header["memory"]))
-    except CheckpointError:
-        raise
     except Exception as error:  # the reader answers a damaged file with a dozen kinds of error
         raise CheckpointError(
             f"the guard's store {path} cannot be used ({error}): put back a copy, or remove the "

@@ -55,26 +55,13 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN and no infinity: they become text."""
-        return {
-            "decision": self.decision,
-            "train": self.train,
-            "summary": str(self),
-            "detections": [
-                {k: _plain(v) for k, v in asdict(d).items()} | {"fired": fires(d)}
-                for d in self.detections
-            ],
-            "untested": dict(self.untested),
-            "missing": dict(self.missing),
-            "exposure": self.exposure,
-            "rounds": self.rounds,
-            "round": self.round,
-            "model": self.model,
-            "policy": self.policy,
-            "override": self.override,
-            "excused": list(self.excused),
-            "version": __version__,
-            "seconds": self.seconds,
-        }
+        detections = [
+            {k: _plain(v) for k, v in asdict(d).items()} | {"fired": fires(d)}
+            for d in self.detections
+        ]
+        head = {"decision": self.decision, "train": self.train, "summary": str(self)}
+        replaced = {"detections": detections, "excused": list(self.excused)}
+        return head | asdict(self) | replaced | {"version": __version__}
 
 
 def _plain(value: Any) -> Any:

@@ -39,7 +39,7 @@ from leakgauge.config import optional
 from leakgauge.errors import PlanError
 
 REACHED = 5  # seconds in which the address must accept a connection
-JOINED = 20  # seconds in which it must answer as a Ray cluster
+JOINED = 15  # seconds in which it must answer as a Ray cluster
 PATIENCE = 30  # seconds without any worker, until the user is told
 MOST_CODE = 2**25  # bytes of Python files that are sent
 

@@ -8,14 +8,7 @@ summary can be trusted.
 from leakgauge.metrics import assign, baselines, bootstrap, lpips
 from leakgauge.metrics.identify import reidentified
 from leakgauge.metrics.lpips import load_lpips
-from leakgauge.metrics.pixels import (
-    PSNR_CAP,
-    affine_psnr,
-    mse,
-    pairwise_contrast_free,
-    pairwise_mse,
-    psnr,
-)
+from leakgauge.metrics.pixels import PSNR_CAP, affine_psnr, mse, pairwise_mse, psnr
 from leakgauge.metrics.risk import Risk, risk
 from leakgauge.metrics.ssim import PAPER as SSIM
 from leakgauge.metrics.ssim import ssim
@@ -32,7 +25,6 @@ __all__ = [
     "load_lpips",
     "loaded",
     "mse",
-    "pairwise_contrast_free",
     "pairwise_mse",
     "psnr",
     "reidentified",

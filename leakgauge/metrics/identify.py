@@ -1,6 +1,6 @@
 """Re-identification: does a guess point to the one true image of a gallery?
 
-    identified_i  ⇔  d(guess_i, gallery[t_i])  <  min over k ≠ t_i of d(guess_i, gallery[k])
+    identified_i  ⇔  MSE(guess_i, gallery[t_i])  <  min over k ≠ t_i of MSE(guess_i, gallery[k])
 
 It stands in for the human judges of FedLeak (Fan et al., USENIX Security 2025, §5), whose attack
 success rate is the share of guesses that show the subject of the truth.
@@ -10,13 +10,9 @@ Facts:
   probability 1 / len(gallery), so state the size beside the rate.
 - A tie is no identification, and a lead within rounding is a tie. An image that stands twice in
   the gallery can therefore never be identified: remove duplicates first.
-- `distance` is any function of (guesses, gallery) to a matrix: `pairwise_mse`, or
-  `pairwise_contrast_free` where the update does not carry contrast.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,12 +24,7 @@ from leakgauge.metrics.pixels import pairwise_mse
 ROUNDING = 1e-6, 1e-12  # relative, absolute: what float32 images can shift a distance by
 
 
-def reidentified(
-    guess: Tensor,
-    truth_index: Tensor,
-    gallery: Tensor,
-    distance: Callable[[Tensor, Tensor], Tensor] = pairwise_mse,
-) -> Tensor:
+def reidentified(guess: Tensor, truth_index: Tensor, gallery: Tensor) -> Tensor:
     """1 where the nearest gallery image to guess i is gallery[truth_index[i]], else 0: (N,)."""
     checked_sets(guess, gallery, "gallery")
     if len(gallery) < 2:
@@ -53,7 +44,7 @@ def reidentified(
             f"truth_index: expected 0 to {len(gallery) - 1}, the places of the gallery, got "
             f"{int(truth_index[outside][0])}; score an unmatched truth by a no-information guess"
         )
-    matrix = distance(guess, gallery)  # (N, gallery)
+    matrix = pairwise_mse(guess, gallery)  # (N, gallery)
     own = matrix.gather(1, truth_index[:, None]).squeeze(1)
     nearest_other = matrix.scatter(1, truth_index[:, None], torch.inf).amin(1)
     relative, absolute = ROUNDING

@@ -68,15 +68,6 @@ def pairwise_mse(guess: Tensor, truth: Tensor) -> Tensor:
     return distance.square() / truth.shape[1:].numel()
 
 
-def pairwise_contrast_free(guess: Tensor, truth: Tensor) -> Tensor:
-    """1 − r² of every guess to every truth, r their pixels' correlation: (guesses, truths).
-
-    0 is the same picture up to contrast and brightness; a constant image is 1 from every other.
-    """
-    first, second = map(_content, checked_sets(guess, truth))
-    return 1 - (first @ second.T).square() / (_energy(first) * _energy(second).T)
-
-
 def _decibels(error: Tensor) -> Tensor:
     return -10 * error.clamp_min(10 ** (-PSNR_CAP / 10)).log10()
 

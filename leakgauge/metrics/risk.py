@@ -16,16 +16,11 @@ from typing import Literal, TypeAlias
 from leakgauge.errors import InputError
 
 Risk: TypeAlias = Literal["very high", "high", "medium", "low"]
+LEVELS: dict[Risk, float] = {"very high": 20, "high": 15, "medium": 10}
 
 
 def risk(psnr: float) -> Risk:
     """The risk level of a PSNR in decibels; a level begins at its limit."""
     if math.isnan(psnr):
         raise InputError("psnr: expected a number of decibels, got NaN; score the guess first")
-    if psnr >= 20:
-        return "very high"
-    if psnr >= 15:
-        return "high"
-    if psnr >= 10:
-        return "medium"
-    return "low"
+    return next((level for level, least in LEVELS.items() if psnr >= least), "low")

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from leakgauge.config import choose
 from leakgauge.errors import InputError, PlanError
 
 Activation: TypeAlias = Callable[[], nn.Module]
@@ -46,6 +47,11 @@ NORMS: dict[str, Norm] = {
     "group": _group_norm,
     "layer": _layer_norm,
 }
+
+
+def styled(norm: str, activation: str) -> tuple[Norm, Activation]:
+    """The norm and the activation of these names."""
+    return choose(NORMS, norm, "norm"), choose(ACTIVATIONS, activation, "activation")
 
 
 def whole(option: str, value: Any, least: int = 1) -> int:

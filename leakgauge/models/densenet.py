@@ -17,16 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge.config import choose
-from leakgauge.models._layers import (
-    ACTIVATIONS,
-    NORMS,
-    STEMS,
-    Activation,
-    Norm,
-    check_sides,
-    stem_conv,
-    whole,
-)
+from leakgauge.models._layers import STEMS, Activation, Norm, check_sides, stem_conv, styled, whole
 
 
 class DenseLayer(nn.Module):
@@ -58,8 +49,7 @@ def densenet_121(
     """DenseNet with 121 layers."""
     large = choose(STEMS, stem, "stem")
     check_sides(f"densenet-121 with the {stem} stem", shape, 32 if large else 8)
-    norm_of = choose(NORMS, norm, "norm")
-    act = choose(ACTIVATIONS, activation, "activation")
+    norm_of, act = styled(norm, activation)
     channels = 2 * whole("growth", growth)
     features: OrderedDict[str, nn.Module] = OrderedDict(
         conv0=stem_conv(shape[0], channels, large), norm0=norm_of(channels), act0=act()

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from leakgauge.errors import PlanError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (*CONVOLUTIONS, nn.Linear)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -67,45 +68,36 @@ def _layerwise(
             nn.init.zeros_(bias)
 
 
+def _kaiming(
+    model: nn.Module, draw: Callable[..., Tensor], mode: str, rng: torch.Generator
+) -> None:
+    kinds = LAYERS if mode == "fan_in" else CONVOLUTIONS
+    _layerwise(model, kinds, lambda w: draw(w, mode=mode, nonlinearity="relu", generator=rng))
+
+
 def _kaiming_normal_fan_in(model: nn.Module, rng: torch.Generator) -> None:
     """Normal, scaled to the inputs of each layer."""
-    _layerwise(
-        model,
-        (*CONVOLUTIONS, nn.Linear),
-        lambda w: nn.init.kaiming_normal_(w, mode="fan_in", nonlinearity="relu", generator=rng),
-    )
+    _kaiming(model, nn.init.kaiming_normal_, "fan_in", rng)
 
 
 def _kaiming_normal_fan_out(model: nn.Module, rng: torch.Generator) -> None:
     """Normal, scaled to the outputs of each convolution."""
-    _layerwise(
-        model,
-        CONVOLUTIONS,
-        lambda w: nn.init.kaiming_normal_(w, mode="fan_out", nonlinearity="relu", generator=rng),
-    )
+    _kaiming(model, nn.init.kaiming_normal_, "fan_out", rng)
 
 
 def _kaiming_uniform_fan_in(model: nn.Module, rng: torch.Generator) -> None:
     """Uniform, scaled to the inputs of each layer."""
-    _layerwise(
-        model,
-        (*CONVOLUTIONS, nn.Linear),
-        lambda w: nn.init.kaiming_uniform_(w, mode="fan_in", nonlinearity="relu", generator=rng),
-    )
+    _kaiming(model, nn.init.kaiming_uniform_, "fan_in", rng)
 
 
 def _kaiming_uniform_fan_out(model: nn.Module, rng: torch.Generator) -> None:
     """Uniform, scaled to the outputs of each convolution."""
-    _layerwise(
-        model,
-        CONVOLUTIONS,
-        lambda w: nn.init.kaiming_uniform_(w, mode="fan_out", nonlinearity="relu", generator=rng),
-    )
+    _kaiming(model, nn.init.kaiming_uniform_, "fan_out", rng)
 
 
 def _orthogonal(model: nn.Module, rng: torch.Generator) -> None:
     """Orthogonal rows in every layer."""
-    _layerwise(model, (*CONVOLUTIONS, nn.Linear), lambda w: nn.init.orthogonal_(w, generator=rng))
+    _layerwise(model, LAYERS, lambda w: nn.init.orthogonal_(w, generator=rng))
 
 
 def _wide_uniform(model: nn.Module, rng: torch.Generator) -> None:

@@ -14,15 +14,7 @@ from torch import Tensor, nn
 
 from leakgauge.config import choose
 from leakgauge.errors import PlanError
-from leakgauge.models._layers import (
-    ACTIVATIONS,
-    NORMS,
-    STEMS,
-    Activation,
-    Norm,
-    check_sides,
-    scaled,
-)
+from leakgauge.models._layers import STEMS, Activation, Norm, check_sides, scaled, styled
 
 # expansion, channels, blocks, stride of the first block
 STAGES = (
@@ -77,8 +69,7 @@ def mobilenet_v2(
     """MobileNetV2, small and deep."""
     check_sides("mobilenet-v2", shape, 8)
     large = choose(STEMS, stem, "stem")
-    norm_of = choose(NORMS, norm, "norm")
-    act = choose(ACTIVATIONS, activation, "activation")
+    norm_of, act = styled(norm, activation)
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise PlanError(f"dropout must be a number from 0 to below 1, got {dropout!r}.")
     inputs = scaled(32, width)

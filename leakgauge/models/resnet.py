@@ -19,16 +19,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from leakgauge.config import choose
-from leakgauge.models._layers import (
-    ACTIVATIONS,
-    NORMS,
-    STEMS,
-    Activation,
-    Norm,
-    check_sides,
-    scaled,
-    stem_conv,
-)
+from leakgauge.models._layers import STEMS, Activation, Norm, check_sides, scaled, stem_conv, styled
 
 
 class BasicBlock(nn.Module):
@@ -67,8 +58,7 @@ def resnet(
     """ResNet of basic blocks."""
     check_sides("A ResNet", shape, 8)
     large = choose(STEMS, stem, "stem")
-    norm_of = choose(NORMS, norm, "norm")
-    act = choose(ACTIVATIONS, activation, "activation")
+    norm_of, act = styled(norm, activation)
     channels = scaled(64, width)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=stem_conv(shape[0], channels, large), bn1=norm_of(channels), act1=act()
@@ -118,8 +108,7 @@ def resnet_9(
 ) -> nn.Module:
     """ResNet with 9 layers."""
     check_sides("resnet-9", shape, 8)
-    norm_of = choose(NORMS, norm, "norm")
-    act = choose(ACTIVATIONS, activation, "activation")
+    norm_of, act = styled(norm, activation)
     channels = scaled(64, width)
     layers: OrderedDict[str, nn.Module] = OrderedDict(prep=_unit(shape[0], channels, norm_of, act))
     for number in (1, 2, 3):

@@ -11,6 +11,8 @@ start from a normal of standard deviation 0.02, cut at ±2.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -49,18 +51,10 @@ class Attention(nn.Module):
         return out
 
 
-class Mlp(nn.Module):
+def _mlp(dim: int, act: Activation) -> nn.Sequential:
     """Two linear layers, four times as wide between them."""
-
-    def __init__(self, dim: int, act: Activation) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, 4 * dim)
-        self.act = act()
-        self.fc2 = nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.act(self.fc1(x)))
-        return out
+    fc1, fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+    return nn.Sequential(OrderedDict(fc1=fc1, act=act(), fc2=fc2))
 
 
 class Block(nn.Module):
@@ -71,7 +65,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, act)
+        self.mlp = _mlp(dim, act)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from leakgauge.audit.document import Document
 from leakgauge.audit.results import Result
-from leakgauge.config import plain
-from leakgauge.report.wording import NOTHING, duration, listed, percent, shortened, toml, toml_key
+from leakgauge.config import plain, toml, toml_key
+from leakgauge.report.wording import NOTHING, duration, listed, percent, shortened
 
 
 def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leakgauge.audit.advice import defended
-from leakgauge.audit.results import Result, Row, Trial
+from leakgauge.audit.results import Result, Row
 from leakgauge.report import contents, figures
 from leakgauge.report.figures import Axis, Mark
 from leakgauge.report.wording import change, decibels, percent
@@ -57,7 +57,7 @@ def distribution(result: Result) -> Chart:
             row.attack,
             _where(result, row),
             found.realism,
-            figures.strip(values[_key(row)], spread, base, limit, axis),
+            figures.strip(values[contents.place(row)], spread, base, limit, axis),
             decibels(spread.median),
         )
         for (row, found), spread, base in zip(drawn, spreads, bases, strict=True)
@@ -140,15 +140,11 @@ def _where(result: Result, row: Row) -> str:
     return defended(row.defence) + (f" · round {row.round}" if several else "")
 
 
-def _key(entry: Row | Trial) -> tuple[int, str, str]:
-    return entry.round, entry.defence, entry.attack
-
-
-def _values(result: Result) -> dict[tuple[int, str, str], list[float]]:
+def _values(result: Result) -> dict[contents.Place, list[float]]:
     """The PSNR of every record, by the row it belongs to."""
-    values: dict[tuple[int, str, str], list[float]] = {}
+    values: dict[contents.Place, list[float]] = {}
     for trial, _, score in contents.scored(result):
-        values.setdefault(_key(trial), []).extend(score.scores["psnr"])
+        values.setdefault(contents.place(trial), []).extend(score.scores["psnr"])
     return values
 
 

@@ -23,8 +23,11 @@ from leakgauge.audit.results import (
     Score,
     Spread,
     Trial,
+    Worst,
 )
+from leakgauge.config import toml
 from leakgauge.errors import InputError
+from leakgauge.outside import unused
 from leakgauge.report.wording import (
     MOST_LISTED,
     NOTHING,
@@ -37,11 +40,11 @@ from leakgauge.report.wording import (
     percent,
     shortened,
     span,
-    toml,
 )
 from leakgauge.types import LocalTraining
 
 Images: TypeAlias = Literal["show", "blur", "hide"]
+Place: TypeAlias = tuple[int, str, str]
 
 
 REALISM = {
@@ -123,6 +126,11 @@ def kind_of_leak(result: Result, kind: str) -> str:
 def within(words: str) -> str:
     """A name as it stands within a sentence; what follows its first letter may be a name itself."""
     return words[:1].lower() + words[1:]
+
+
+def place(entry: Row | Trial | Worst) -> Place:
+    """The row of the summary that it belongs to."""
+    return entry.round, entry.defence, entry.attack
 
 
 def scored(result: Result) -> list[tuple[Trial, Found, Score]]:
@@ -329,20 +337,19 @@ def inapplicable(result: Result) -> str | None:
 
 
 def _finding(result: Result, row: Row) -> Finding:
-    head = (row.round, row.defence, row.attack)
     caveats = [f"{row.failed} of {count(row.trials, 'trial')} failed"] if row.failed else []
     if row.unscored:
         caveats.append(f"{row.unscored} of {count(row.trials, 'trial')}: {NOT_SCORED}")
     found = row.measured
     if not found:
         why = f"failed: {brief(row.reason or 'no reason given', 300)}"
-        return Finding(*head, state=why if row.failed else NOT_SCORED)
+        return Finding(*place(row), state=why if row.failed else NOT_SCORED)
     caveats += dict.fromkeys(found.caveats)
     if len(caveats) > 6:
         caveats = [*caveats[:6], f"and {len(caveats) - 6} more in result.json"]
     spread, labels = psnr(found), found.labels
     return Finding(
-        *head,
+        *place(row),
         records=f"{found.records:,}",
         median=decibels(spread.median),
         interval=span(spread.interval),
@@ -396,11 +403,7 @@ def settings(methods: Sequence[Table]) -> dict[str, str]:
     """Options of each attack or defence as the plan gives them, by the key that names its rows."""
     named: dict[str, str] = {}
     for options in methods:
-        name = key = str(options["name"])
-        again = 1
-        while key in named:  # as in the plan: a name used again gets a number
-            again += 1
-            key = f"{name}-{again}"
+        key = unused(str(options["name"]), named)  # as in the plan
         named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
     return named
 

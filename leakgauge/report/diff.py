@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from rich import box
 from rich.table import Table
@@ -15,12 +14,11 @@ from leakgauge.audit.advice import CAP, capped, defended
 from leakgauge.audit.document import Limit
 from leakgauge.audit.results import Measured, Measurement, Result, Row
 from leakgauge.audit.summary import derived
-from leakgauge.config import plain
+from leakgauge.config import plain, toml
 from leakgauge.errors import InputError
 from leakgauge.report import contents, first_screen, wording
+from leakgauge.report.contents import Place
 from leakgauge.report.wording import NOTHING
-
-Key: TypeAlias = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Comparison:
 
 def compare(a: Result, b: Result) -> Comparison:
     """Rows in the order of the old audit `a`, then those that only the new audit `b` has."""
-    of_a, of_b = _rows(a), _rows(b)
+    of_a, of_b = ({contents.place(row): row for row in audit.summary} for audit in (a, b))
     metrics = {metric.name: metric for metric in (*a.metrics, *b.metrics)}
     return Comparison(
         names=(a.name, b.name),
@@ -83,9 +81,7 @@ def tables(comparison: Comparison) -> list[Table]:
     head.add_row("name", *map(_text, comparison.names))
     head.add_row("verdict", *comparison.outcomes)
     for key, *values in comparison.plans:
-        head.add_row(
-            _text(key), *(NOTHING if v is None else _text(wording.toml(v)) for v in values)
-        )
+        head.add_row(_text(key), *(NOTHING if v is None else _text(toml(v)) for v in values))
     rows = _numbers(
         comparison,
         "Medians of the PSNR in dB, and labels read",
@@ -185,16 +181,16 @@ def _rank(order: tuple[str, ...], word: str | None) -> int:
     return order.index(word) if word in order else -1
 
 
-def _counting(result: Result) -> dict[Key, Measured]:
+def _counting(result: Result) -> dict[Place, Measured]:
     """The numbers that a verdict may use, by their row."""
     return {
-        (row.round, row.defence, row.attack): found
+        contents.place(row): found
         for row, found in contents.measured(result)
         if found.realism in contents.JUDGED
     }
 
 
-def _worse_row(result: Result, key: Key, old: Measured | None, new: Measured) -> list[str]:
+def _worse_row(result: Result, key: Place, old: Measured | None, new: Measured) -> list[str]:
     stage, defence, attack = key
     place = f"{attack}, {defended(defence)}, round {stage}"
     found = []
@@ -238,11 +234,7 @@ def _closer(metric: Measurement, old: Measured, new: Measured) -> str | None:
     )
 
 
-def _rows(result: Result) -> dict[Key, Row]:
-    return {(row.round, row.defence, row.attack): row for row in result.summary}
-
-
-def _change(key: Key, a: Row | None, b: Row | None, metrics: Iterable[str]) -> Change:
+def _change(key: Place, a: Row | None, b: Row | None, metrics: Iterable[str]) -> Change:
     old, new = (row.measured if row else None for row in (a, b))
     return Change(
         *key,

@@ -42,10 +42,8 @@ def _strongest(result: Result) -> Measured | None:
     worst = result.verdict and result.verdict.worst
     if not worst:
         return None
-    place = worst.round, worst.defence, worst.attack
-    return next(
-        row.measured for row in result.summary if (row.round, row.defence, row.attack) == place
-    )
+    place = contents.place(worst)
+    return next(row.measured for row in result.summary if contents.place(row) == place)
 
 
 def risk_level(result: Result) -> str | None:

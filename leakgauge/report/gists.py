@@ -54,7 +54,9 @@ def _defences(result: Result) -> str:
 
 def _labels(result: Result) -> str:
     read = [found.labels.accuracy for _, found in contents.measured(result) if found.labels]
-    return f"up to {percent(max(read))} read" if read else "no attack named any"
+    if read:
+        return f"up to {percent(max(read))} read"
+    return "no attack named any" if contents.measured(result) else "not scored"
 
 
 def _why(result: Result) -> str:

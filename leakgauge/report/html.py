@@ -94,10 +94,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
 def _places(shown: list[Shown], key: Callable[[Pair], tuple[str, int | str]]) -> list[int]:
     """The rank of each item under another order; equal ones keep the order they have."""
     ordered = sorted(range(len(shown)), key=lambda i: key(shown[i].pair))
-    places = [0] * len(shown)
-    for place, i in enumerate(ordered):
-        places[i] = place
-    return places
+    return [ordered.index(i) for i in range(len(shown))]
 
 
 @cache

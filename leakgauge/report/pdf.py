@@ -81,7 +81,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
         held = [(k.item, k.words, "holds" if k.held else "does not hold") for k in known]
         _table(pdf, ("Knowledge", "What it is", "Attacker"), held, (2, 6, 2))
     _heading(pdf, "Scope")
-    _facts(pdf, contents.scope(result))
+    _table(pdf, ("", ""), contents.scope(result), (2, 7))
     _coverage(pdf, result)
     _heading(pdf, "Limits")
     _list(pdf, contents.limits(result, images))
@@ -94,7 +94,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     _heading(pdf, "References")
     _list(pdf, [f"{paper.line()} {paper.link}" for paper in result.references])
     _heading(pdf, "Annex")
-    _facts(pdf, annex.annex(result, folder))
+    _table(pdf, ("", ""), annex.annex(result, folder), (2, 7))
     _text(pdf, annex.plan_text(result.plan), font="mono", size=7)
     return bytes(pdf.output())
 
@@ -229,9 +229,7 @@ def _lines(
     pdf.set_text_color(*colour)
     step = size * 0.47
     text = _known(pdf, words)
-    height = pdf.multi_cell(width, step, text, align="L", dry_run=True, output="HEIGHT")
-    if not dry:
-        pdf.multi_cell(width, step, text, align="L")
+    height = pdf.multi_cell(width, step, text, align="L", dry_run=dry, output="HEIGHT")
     return cast(float, height)
 
 
@@ -515,10 +513,6 @@ def _list(pdf: FPDF, texts: Iterable[str]) -> None:
     for text in texts:
         _text(pdf, f"• {text}", size=8.5)
         pdf.ln(0.8)
-
-
-def _facts(pdf: FPDF, rows: Sequence[tuple[str, str]]) -> None:
-    _table(pdf, ("", ""), rows, (2, 7))
 
 
 def _table(

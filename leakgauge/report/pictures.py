@@ -134,7 +134,10 @@ def png(folder: Path, name: str, images: Images) -> bytes | None:
             picture = file.convert("L" if file.mode in ("1", "L", "I", "I;16") else "RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None  # missing or damaged: the report says so in its place
-    picture = blurred(picture) if images == "blur" else _small(picture)
+    if images == "blur":
+        picture = blurred(picture)
+    else:
+        picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)  # never enlarges
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", optimize=False)
     return buffer.getvalue()
@@ -147,12 +150,6 @@ def blurred(picture: Image.Image) -> Image.Image:
     scale = blocks / max(width, height)
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     return picture.resize(size, Image.Resampling.BOX)
-
-
-def _small(picture: Image.Image) -> Image.Image:
-    if max(picture.size) > SIDE:
-        picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    return picture
 
 
 def data_uri(content: bytes) -> str:

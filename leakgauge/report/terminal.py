@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rich import box
@@ -103,15 +104,13 @@ def verdict(result: Result) -> list[str]:
 def notes(result: Result, most: int = 8) -> list[str]:
     """What a reader of the table must know: reasons, errors and the attacks' own notes. A reason
     why an attack does not apply is said once, short."""
-    notes: dict[str, int] = {}
+    notes: Counter[str] = Counter()
     for trial in result.trials:
         said = list(trial.found.notes) if trial.found else []
         if trial.error:
             word = "does not apply: " if trial.status == "not applicable" else ""
             said.insert(0, word + wording.brief(trial.error))
-        for note in said:
-            key = f"{trial.attack}: {note}"
-            notes[key] = notes.get(key, 0) + 1
+        notes.update(f"{trial.attack}: {note}" for note in said)
     lines = [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]
     more = [f"{len(lines) - most} more notes are in the result"] if len(lines) > most else []
     return lines[:most] + more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Sequence
 
@@ -79,18 +78,3 @@ def brief(text: str, most: int = 160) -> str:
     ends = [end for mark in ("; ", ". ") if (end := text.find(mark)) > 0]
     first = text[: min(ends, default=len(text))]
     return first if len(first) <= most else f"{first[: most - 1].rstrip()}…"
-
-
-def toml(value: object) -> str:
-    """A value of a plan on one line."""
-    if isinstance(value, dict):
-        pairs = (f"{toml_key(k)} = {toml(v)}" for k, v in value.items() if v is not None)
-        return f"{{ {', '.join(pairs)} }}" if value else "{}"
-    if isinstance(value, list):
-        return f"[{', '.join(toml(item) for item in value)}]"
-    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans
-
-
-def toml_key(key: str) -> str:
-    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return key if plain else json.dumps(key, ensure_ascii=False)
