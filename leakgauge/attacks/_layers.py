@@ -27,12 +27,6 @@ class Linear:
     module: str
 
 
-def names_sent(model: nn.Module) -> dict[int, str]:
-    """The name in an update of every trained parameter, by the parameter's id: one that several
-    layers share has one name, a frozen one has none."""
-    return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-
-
 def shared(model: nn.Module) -> frozenset[str]:
     """The names of the parameters that several layers hold: an update has the sum over them."""
     held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -76,7 +70,10 @@ def _probed(model: nn.Module, shape: tuple[int, ...]) -> tuple[list[Run], Tensor
 
 
 def named(model: nn.Module, name: str) -> Linear:
-    sent, module = names_sent(model), model.get_submodule(name)
+    """A layer by its own name. A parameter that several layers share has one name in an update, a
+    frozen one has none."""
+    sent = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
+    module = model.get_submodule(name)
     return Linear(sent.get(id(module.weight)), sent.get(id(module.bias)), name)
 
 

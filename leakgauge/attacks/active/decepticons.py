@@ -193,7 +193,7 @@ def recover(seen: Observation, tolerance: float) -> Found:
     model: Any = copy.deepcopy(seen.model).double().eval()
     _check(model)
     depth = len(model.blocks)
-    rows, errors, blocks = [], [], []
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
     total = 0.0
     for number, block in enumerate(model.blocks[:-1]):
         weight, bias = (
@@ -208,10 +208,8 @@ def recover(seen: Observation, tolerance: float) -> Found:
         # Only single tokens have the length that LayerNorm gives them.
         long = (ratio.square().mean(1) - 1).abs()
         kept = (between.abs() > 1e-7 * bias.abs().max()) & (long < tolerance)
-        rows.append(ratio[kept])
-        errors.append(between[kept])
-        blocks.append(torch.full((int(kept.sum()),), number))
-    y, error, block_of = torch.cat(rows), torch.cat(errors), torch.cat(blocks)
+        rows.append((ratio[kept], between[kept], torch.full((int(kept.sum()),), number)))
+    y, error, block_of = (torch.cat(parts) for parts in zip(*rows, strict=True))
     solve = _solved_patches if _is_vision(model) else _solved_tokens
     x, positions, residuals, contents = solve(model, y)
     believed = (residuals < tolerance).nonzero().flatten()

@@ -145,7 +145,7 @@ class Fishing:
         weight, bias = gradient_sum(seen, layer.weight), gradient_sum(seen, layer.bias)
         if layer.weight == layers["weight"]:  # a single layer: the other rows hold other records
             weight, bias = weight[label, None], bias[label, None]
-        images, quotients, _ = read(weight, bias, seen.record, False, wanted)
+        images, quotients, _ = read(weight, bias, seen.record, raw=False, records=wanted)
         return Reconstruction(
             inputs=images,
             labels=torch.full((len(images),), label),

@@ -112,23 +112,19 @@ class Loki:
         pixels = prod(seen.record.shape)
         weight = gradient_sum(seen, IMPRINT)
         slices = torch.split(weight, kept.facts["columns"], dim=1)
-        found: list[Tensor] = []
-        strengths: list[Tensor] = []
-        owners: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
         for client, own in enumerate(slices):
             if not own.any():
                 continue  # this update is of other clients
             added = neighbours(own)
             image, ones = added[:, :pixels], added[:, pixels:].mean(1)
             quotients, rows = ratios(image, ones)
-            found.append(quotients)
-            strengths.append(ones[rows].abs())
-            owners.append(torch.full((len(rows),), client))
+            found.append((quotients, ones[rows].abs(), torch.full((len(rows),), client)))
         if not found:
             raise NotApplicable("no unit of the layer that reads the images passed on a gradient")
-        quotients, owner = torch.cat(found), torch.cat(owners)
+        quotients, strengths, owner = (torch.cat(parts) for parts in zip(*found, strict=True))
         images = as_images(quotients, seen.record, raw=False)
-        chosen = best(images, torch.cat(strengths), records)
+        chosen = best(images, strengths, records)
         explained = [
             unexplained(own[:, :pixels], quotients[chosen][owner[chosen] == client])
             for client, own in enumerate(slices)
