@@ -193,7 +193,10 @@ def audit(
         report.pdf.check()
     workers = ray.engine(address) if engine == "ray" else local
     limit = duration(budget, "--budget") if budget else None
-    checked = _demo() if plan is None else audits.read(plan)
+    if plan is None:
+        checked = audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
+    else:
+        checked = audits.read(plan)
     store = audits.Store(out or Path("leakgauge-audit") / checked.name)
     with _progress() as progress:
         result = audits.run(
@@ -229,12 +232,6 @@ def audit(
     if demo and result.verdict.exit_code == 1:
         return  # the example is meant to leak
     raise typer.Exit(result.verdict.exit_code)
-
-
-def _demo() -> audits.Plan:
-    from leakgauge import audit as audits
-
-    return audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
 
 
 def _template(name: str) -> str:

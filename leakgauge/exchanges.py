@@ -216,25 +216,23 @@ def exchange(path: Path, manifest: Manifest, model: nn.Module, *, truths: bool) 
         model, build(kind, manifest.record, f"{path}: record"), Classes(len(manifest.classes))
     )
     names = list(parameters(model))
-    parts: dict[str, Any] = {
-        "setting": setting,
-        "updates": tuple(
-            {n: tensors[f"update/{k}/{n}"] for n in names} for k in range(len(manifest.sizes))
-        ),
-        "weights": manifest.weights,
-        "after": {n: tensors[f"after/{n}"] for n in names},
-        "training": manifest.training,
-        "sizes": manifest.sizes,
-        "index": int(path.stem.removeprefix("round-")),
-        "server_lr": manifest.server_lr,
-        "announced": manifest.announced,
-    }
-    if not truths:
-        return Exchange(**parts)
-    found = _verified(path, manifest, TRUTH)
     clients = range(len(manifest.sizes))
+    sent = Exchange(
+        setting=setting,
+        updates=tuple({n: tensors[f"update/{k}/{n}"] for n in names} for k in clients),
+        weights=manifest.weights,
+        after={n: tensors[f"after/{n}"] for n in names},
+        training=manifest.training,
+        sizes=manifest.sizes,
+        index=int(path.stem.removeprefix("round-")),
+        server_lr=manifest.server_lr,
+        announced=manifest.announced,
+    )
+    if not truths:
+        return sent
+    found = _verified(path, manifest, TRUTH)
     batches = tuple(Batch(found[f"inputs/{k}"], found[f"labels/{k}"]) for k in clients)
-    return Round(**parts, truths=batches, memory=tuple({} for _ in clients))
+    return Round(**vars(sent), truths=batches, memory=tuple({} for _ in clients))
 
 
 def _verified(path: Path, manifest: Manifest, suffix: str) -> Named:

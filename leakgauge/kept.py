@@ -16,6 +16,7 @@ import torch
 
 from leakgauge.errors import CheckpointError
 from leakgauge.files import read_tensors, write_tensors
+from leakgauge.tensors import raw
 from leakgauge.types import Attack, Kept, Target
 
 FACTS = "facts"  # the tensor that holds the facts, as the bytes of their JSON
@@ -65,5 +66,5 @@ def key_of(attack: Attack, target: Target, rng: torch.Generator) -> str:
     public = () if target.public is None else (target.public.inputs, target.public.labels)
     for tensor in (*target.model.state_dict().values(), *public, rng.get_state()):
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(raw(tensor))
     return digest.hexdigest()

@@ -55,6 +55,11 @@ def weighted_mean(items: Sequence[Named], weights: Sequence[float]) -> Named:
     return mean
 
 
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values, in their order, for a digest."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 def check_like(update: Mapping[str, Tensor], like: Iterable[tuple[str, Tensor]], what: str) -> None:
     """Raise InputError unless `update` has the keys and shapes of `like` and is finite."""
     expected = dict(like)

@@ -25,7 +25,7 @@ from torch import nn
 
 from leakgauge.errors import PlanError, Withheld
 from leakgauge.files import some
-from leakgauge.fl.local import ready
+from leakgauge.fl.local import ready, together
 from leakgauge.fl.statistics import batch_statistics
 from leakgauge.tensors import check_like, subtract, weighted_mean
 from leakgauge.types import (
@@ -35,7 +35,6 @@ from leakgauge.types import (
     Exchange,
     Kept,
     Knowledge,
-    LocalTraining,
     Observation,
     PreparedAttack,
     Realism,
@@ -91,7 +90,7 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
     return Observation(
         setting=replace(exchange.setting, model=model),
         update={name: value.detach().clone() for name, value in update.items()},
-        training=_training(exchange, threat) if told else None,
+        training=together(exchange.training, len(seen)) if told else None,
         records=sum(exchange.sizes[k] for k in seen) if "records" in threat.grants else None,
         kept=kept,
         announced=exchange.announced if told else None,
@@ -119,13 +118,6 @@ def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
         own = exchange.truths[threat.client]
         found["own"] = Batch(own.inputs.clone(), own.labels.clone())
     return found
-
-
-def _training(exchange: Exchange, threat: ThreatModel) -> LocalTraining:
-    """The training behind the observed update. An aggregate looks like that of one *super-client*
-    whose batches hold a batch of every client (exact for one step, an approximation beyond)."""
-    batch_size = exchange.training.batch_size * len(victims(exchange, threat))
-    return replace(exchange.training, batch_size=batch_size)
 
 
 def _statistics(round_: Round, threat: ThreatModel) -> Statistics:

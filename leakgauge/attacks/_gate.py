@@ -12,9 +12,9 @@ and code that overwrites it is refused by autograd itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +40,13 @@ def _hardtanh(x: Tensor, kept: Tensor, min_val: float = -1.0, max_val: float = 1
     return torch.where(inside, x, kept.clamp(min_val, max_val))
 
 
-def _relu6(x: Tensor, kept: Tensor) -> Tensor:
-    return _hardtanh(x, kept, 0.0, 6.0)
-
-
 def _max_pool2d(x: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.flatten(-2).gather(-1, indices.flatten(-2)).view_as(indices)
 
 
 KINKS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), _relu),
-    F.relu6: _relu6,
+    F.relu6: partial(_hardtanh, min_val=0.0, max_val=6.0),
     **dict.fromkeys((F.hardtanh, F.hardtanh_), _hardtanh),
     **dict.fromkeys((F.leaky_relu, F.leaky_relu_), _leaky_relu),
     **dict.fromkeys((torch.max_pool2d, F.max_pool2d), _max_pool2d),
@@ -89,14 +85,10 @@ class Gate(TorchFunctionMode):
         y = redo(x, kept, *args[1:], **options)
         return x.copy_(y) if in_place else y
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
+    def record(self) -> Self:
         self._choices, self._at = [], None
-        with self:
-            yield
+        return self
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> Self:
         self._at = 0
-        with self:
-            yield
+        return self

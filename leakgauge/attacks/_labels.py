@@ -414,19 +414,17 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
         model = ready(seen.model, training).float()
         floats = {n: p.float() for n, p in before.items()}
         importance = pulls[some] / pulls[some].sum()
-        weights, biases, features = [], [], []
+        runs = []
         lower, slopes = None, torch.zeros(())
         for share, weight in zip(places[some].tolist(), importance.tolist(), strict=True):
             values = {n: p - share * seen.update[n] for n, p in floats.items()}
-            entered, its_weight, its_bias = _features(model, values, images, layer.module)
-            features.append(entered)
-            weights.append(its_weight)
-            biases.append(its_bias)
+            runs.append(_features(model, values, images, layer.module))
             if layer.bias is None:
                 lower, here = _slopes(model, values, images[:PROBES], layer.module)
                 slopes = slopes + weight * here
         below = Below(gradient(lower), slopes) if lower else None
-        return StandIns(tuple(weights), tuple(biases), tuple(features), importance, below)
+        features, weights, biases = zip(*runs, strict=True)
+        return StandIns(weights, biases, features, importance, below)
 
     return Head(
         gradient(layer.weight) if layer.weight else None,

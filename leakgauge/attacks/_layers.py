@@ -75,7 +75,7 @@ def _probed(model: nn.Module, shape: tuple[int, ...]) -> tuple[list[Run], Tensor
     return *watch(model, probe, nn.Linear), probe
 
 
-def _named(model: nn.Module, name: str) -> Linear:
+def named(model: nn.Module, name: str) -> Linear:
     sent, module = names_sent(model), model.get_submodule(name)
     return Linear(sent.get(id(module.weight)), sent.get(id(module.bias)), name)
 
@@ -88,7 +88,7 @@ def last_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     for run in reversed(runs):
         if torch.equal(run.left, output):
             name, several = run.name, shared(model)
-            layer = _named(model, name)
+            layer = named(model, name)
             weight, bias = (None if key in several else key for key in (layer.weight, layer.bias))
             if names.count(name) == 1 and (weight or bias):
                 return Linear(weight, bias, name)
@@ -106,7 +106,7 @@ def first_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     """A linear layer with bias that is fed the image itself, pixel by pixel."""
     runs, _, probe = _probed(model, shape)
     for run in runs:
-        layer = _named(model, run.name)
+        layer = named(model, run.name)
         if torch.equal(run.entered, probe.flatten(1)) and layer.weight and layer.bias:
             return layer
     raise NotApplicable(

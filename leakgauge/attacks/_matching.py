@@ -475,18 +475,23 @@ def _run_lbfgs(problem: _Problem, optimiser: Lbfgs) -> None:
                 leaf.grad = g
             return here.objective
 
-        search = torch.optim.LBFGS(
-            problem.free,
-            lr=optimiser.lr,
-            max_iter=problem.total,
-            max_eval=problem.total,
-            history_size=optimiser.memory,
-            tolerance_grad=0.0,
-            tolerance_change=0.0,
-            line_search_fn="strong_wolfe",
-        )
+        search = lbfgs(problem.free, problem.total, optimiser.memory, optimiser.lr)
         with suppress(_SearchEnds):
             search.step(objective)  # type: ignore[no-untyped-call]
         stuck = len(problem.history) - before < 3  # no progress possible from here
         if stuck and problem.distance_at(share()) is phase:
             break
+
+
+def lbfgs(free: list[Tensor], evaluations: int, memory: int, lr: float = 1.0) -> torch.optim.LBFGS:
+    """L-BFGS with strong Wolfe line search, which ends by its evaluations alone."""
+    return torch.optim.LBFGS(
+        free,
+        lr=lr,
+        max_iter=evaluations,
+        max_eval=evaluations,
+        history_size=memory,
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
+    )

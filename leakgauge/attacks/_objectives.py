@@ -72,17 +72,23 @@ def ramp(count: int, last: float) -> list[float]:
     return [1 + (last - 1) * k / max(count - 1, 1) for k in range(count)]
 
 
-def relative_l1(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """D = Σ|g' − g| / Σ|g|,  v = sign(g' − g) / Σ|g|."""
-    unit = 1 / _absolute(target).clamp_min(1e-30)
+def absolute(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = Σ|g' − g|,  v = sign(g' − g)."""
     torch._foreach_sub_(guess, list(target))
-    value = _absolute(guess) * unit
+    value = _sum(guess)
     torch._foreach_sign_(guess)
-    torch._foreach_mul_(guess, float(unit))
     return value, guess
 
 
-def _absolute(tensors: Sequence[Tensor]) -> Tensor:
+def relative_l1(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """D = Σ|g' − g| / Σ|g|,  v = sign(g' − g) / Σ|g|."""
+    unit = 1 / _sum(target).clamp_min(1e-30)
+    value, v = absolute(guess, target)
+    torch._foreach_mul_(v, float(unit))
+    return value * unit, v
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of absolute values over all tensors, a double-precision scalar."""
     return torch.stack([t.abs().sum() for t in tensors]).double().sum()
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.grad import conv2d_weight
 
+from leakgauge.attacks._matching import lbfgs
 from leakgauge.attacks._separation import Separated, rectified, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
@@ -64,20 +65,6 @@ class Watch:
 
 Equation: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
 """An affine function of the unknown activations, and what it must give."""
-
-
-class _Known(torch.autograd.Function):
-    """An activation whose output is known: its input may be anything, its slope is known too."""
-
-    @staticmethod
-    def forward(ctx: Any, entering: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *passed: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return passed[0] * slope, None, None
 
 
 @dataclass
@@ -234,9 +221,9 @@ def _signals(done: Peeled, node: fx.Node) -> dict[fx.Node, Tensor]:
     def value(one: fx.Node) -> Any:
         if one not in values:
             if trace.kind[one] in ("relu", "smooth") and one in known:
-                values[one] = _Known.apply(  # type: ignore[no-untyped-call]
-                    value(one.all_input_nodes[0]), known[one], trace.slope(one, known[one])
-                )
+                entering = value(one.all_input_nodes[0])  # may be anything: it only passes slopes
+                slope = trace.slope(one, known[one])
+                values[one] = known[one] + slope * (entering - entering.detach())
             elif trace.bent(one):  # its value plays no part: only slopes are wanted
                 shape = (len(start.maps), *trace.shape[one])
                 values[one] = start.maps.new_zeros(shape).requires_grad_()
@@ -369,15 +356,7 @@ def invert(
     size = value.square().sum()
     image = 0.1 * torch.randn(1, *trace.shape[trace.input], generator=rng).double()
     image.requires_grad_()
-    search = torch.optim.LBFGS(
-        [image],
-        max_iter=evaluations,
-        max_eval=evaluations,
-        history_size=50,
-        tolerance_grad=0.0,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
+    search = lbfgs([image], evaluations, memory=50)
     best, found, losses = math.inf, image.detach().clone(), []
 
     def objective() -> Tensor:

@@ -59,7 +59,7 @@ def separate(trace: Trace, gradient: Named, records: int, rng: torch.Generator) 
     refusals = []
     for layer in reversed(trace.layers()):
         try:
-            return _read(trace, gradient, records, layer, _top(trace, layer, records), rng)
+            return _read(trace, gradient, records, layer, rng)
         except NotApplicable as reason:
             refusals.append(f"{layer.target}: {reason}")
     shown = "; ".join(refusals[:3]) + ("; …" if len(refusals) > 3 else "")
@@ -88,13 +88,9 @@ def _top(trace: Trace, layer: fx.Node, records: int) -> fx.Node:
 
 
 def _read(
-    trace: Trace,
-    gradient: Named,
-    records: int,
-    node: fx.Node,
-    top: fx.Node,
-    rng: torch.Generator,
+    trace: Trace, gradient: Named, records: int, node: fx.Node, rng: torch.Generator
 ) -> Separated:
+    top = _top(trace, node, records)
     layer = trace.layer(node)
     (source,) = trace.sources[node.all_input_nodes[0]]
     shape, out = trace.shape[source], trace.shape[node]

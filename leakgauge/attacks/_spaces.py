@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Shape: TypeAlias = tuple[int, int, int, int]  # (N, C, H, W)
 Start: TypeAlias = Literal["normal", "uniform", "grey"]
 SpaceName: TypeAlias = Literal["pixels", "low-resolution", "generator"]
 
@@ -23,9 +24,7 @@ class Space(Protocol):
 
     boxed: ClassVar[bool]
 
-    def draw(
-        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> list[Tensor]: ...
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]: ...
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor: ...
 
@@ -44,9 +43,7 @@ class Pixels:
 
     boxed: ClassVar[bool] = True
 
-    def draw(
-        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> list[Tensor]:
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
         return [noise(shape, start, rng)]
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
@@ -64,9 +61,7 @@ class LowResolution:
         if self.factor < 1:
             raise ValueError(f"factor must be at least 1, got {self.factor}")
 
-    def draw(
-        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> list[Tensor]:
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
         n, c, h, w = shape
         small = (n, c, max(1, h // self.factor), max(1, w // self.factor))
         return [noise(small, start, rng)]
@@ -97,9 +92,7 @@ class Generator:
                 f"latent and width must be at least 1, got {self.latent} and {self.width}"
             )
 
-    def draw(
-        self, shape: tuple[int, int, int, int], start: Start, rng: torch.Generator
-    ) -> list[Tensor]:
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
         n, c, *size = shape
         doublings = max(0, math.ceil(math.log2(max(size) / 4)))
 

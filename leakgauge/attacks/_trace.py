@@ -51,7 +51,7 @@ SMOOTH: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     nn.Tanh: (torch.atanh, lambda a: 1 - a * a),
 }
 """Activations that can be undone: what entered and the slope there, from what left."""
-RELUS = (torch.relu, torch.relu_, F.relu, F.relu_)
+RELUS = (torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_")
 
 
 class Trace:
@@ -106,14 +106,11 @@ class Trace:
             if type(module) in SMOOTH:
                 return "smooth"
             return "affine" if isinstance(module, AFFINE_MODULES) else "other"
-        if node.op == "call_function":
+        if node.op in ("call_function", "call_method"):
             if node.target in RELUS:
                 return "relu"
-            return "affine" if node.target in AFFINE_FUNCTIONS else "other"
-        if node.op == "call_method":
-            if node.target in ("relu", "relu_"):
-                return "relu"
-            return "affine" if node.target in (*AFFINE_METHODS, *PLAIN) else "other"
+            affine = (*AFFINE_FUNCTIONS, *AFFINE_METHODS, *PLAIN)
+            return "affine" if node.target in affine else "other"
         return "affine"  # the output, and constants of the model
 
     def _owned(self, names: dict[int, str]) -> dict[tuple[fx.Node, str], str]:

@@ -35,7 +35,7 @@ from torch import Tensor
 from leakgauge.attacks._labels import infer
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._matching import Adam, LabelledSearch, constant, match, steps
-from leakgauge.attacks._objectives import Distance, cosine, squared
+from leakgauge.attacks._objectives import Distance, absolute, cosine, squared, weighted
 from leakgauge.attacks._priors import total_variation
 from leakgauge.fl.local import minibatches
 from leakgauge.papers import Paper
@@ -94,20 +94,11 @@ class BayesAttack(LabelledSearch):
 
 def surprise(noise: Noise, sigma: float) -> Distance:
     """−log p(g | g') up to a constant, for noise of standard deviation `sigma` in the gradient."""
-
-    def gaussian(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        value, v = squared(guess, target)
-        torch._foreach_mul_(v, 0.5 / sigma**2)
-        return value * (0.5 / sigma**2), v
-
-    def laplace(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        torch._foreach_sub_(guess, list(target))
-        value = torch.stack([g.abs().sum() for g in guess]).double().sum()
-        torch._foreach_sign_(guess)
-        torch._foreach_mul_(guess, math.sqrt(2) / sigma)
-        return value * (math.sqrt(2) / sigma), guess
-
-    chosen: dict[Noise, Distance] = {"gaussian": gaussian, "laplace": laplace, "none": cosine}
+    chosen: dict[Noise, Distance] = {
+        "gaussian": weighted((0.5 / sigma**2, squared)),
+        "laplace": weighted((math.sqrt(2) / sigma, absolute)),
+        "none": cosine,
+    }
     return chosen[noise]
 
 

@@ -113,12 +113,12 @@ class SmoothToSharp(LabelledSearch):
             except NotApplicable as reason:
                 read = f"no activations to meet: {reason}"
             notes = (read,)
-        errors, told = None, "the candidates' own"
+        errors, source = None, "the candidates' own"
         if self.errors:
             try:
-                errors, told = errors_of(seen, labels), "read"
+                errors, source = errors_of(seen, labels), "read"
             except NotApplicable as reason:
-                told += f": {reason}"
+                source += f": {reason}"
         counts = lengths(self.iterations)
         left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
         run: Reconstruction | None = None
@@ -157,7 +157,7 @@ class SmoothToSharp(LabelledSearch):
                 finish="second order" if near else "first order",
             )
         assert run is not None
-        return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": told})
+        return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": source})
 
 
 def errors_of(seen: Observation, labels: Tensor) -> Tensor:

@@ -56,8 +56,9 @@ def filled(document: Document, found: Manifests) -> Document:
                 f"{path} is of another federation than {found[0][0].name} (another model, record, "
                 "classes, training or number of clients): audit each in a folder of its own"
             )
+    unsaid = Federation(data=document.federation.data)
     said = replace(
-        Federation(data=document.federation.data),
+        unsaid,
         model=first.made_by,
         training=first.training,
         record=Scale(**{k: tuple(v) for k, v in first.record.items() if k in ("mean", "std")}),
@@ -66,7 +67,6 @@ def filled(document: Document, found: Manifests) -> Document:
         server_lr=first.server_lr,
         rounds=tuple(range(len(found))),
     )
-    unsaid = Federation(data=document.federation.data)
     for name in (one.name for one in fields(Federation)):
         given = getattr(document.federation, name)
         if given not in (getattr(said, name), getattr(unsaid, name)):

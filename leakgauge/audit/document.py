@@ -144,6 +144,11 @@ class Document:
             raise ValueError(f"no [[defence]]; leave the key out, or name {NO_DEFENCE!r}")
 
 
+def name_of(value: str | Table | None) -> str:
+    """The name in what is a name, or a table with a name and options."""
+    return value if isinstance(value, str) else str((value or {}).get("name"))
+
+
 def duration(text: str, where: str) -> float:
     """Seconds of '90s', '10m', '2h' or a plain number."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])

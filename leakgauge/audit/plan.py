@@ -23,7 +23,7 @@ from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
-from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration
+from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration, name_of
 from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
@@ -38,6 +38,7 @@ from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of, refuse_moved
 from leakgauge.restore import RESTORERS
+from leakgauge.tensors import raw
 from leakgauge.types import (
     Attack,
     Dataset,
@@ -85,24 +86,19 @@ class Plan:
         for records in (self.data, self.public):
             for values in (records.inputs, records.labels):
                 digest.update(f"{tuple(values.shape)}".encode())
-                digest.update(values.contiguous().numpy().data)
+                digest.update(raw(values))
         first = self.scenario(document.federation.rounds[0], next(iter(self.defences)))
         model = initial_model(first, torch.Generator().manual_seed(0))
         digest.update(str(model).encode())
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             digest.update(f"{value.requires_grad}".encode())
-            digest.update(
-                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            )
+            digest.update(raw(value))
         for exchange in self.captured:
             for update in (*exchange.updates, exchange.after, dict(exchange.model.state_dict())):
                 for value in update.values():
-                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
-        names = [
-            named if isinstance(named, str) else str((named or {}).get("name"))
-            for named in (document.federation.model, document.federation.data)
-        ]
+                    digest.update(raw(value))
+        names = [name_of(document.federation.model), name_of(document.federation.data)]
         digest.update(" ".join(method.package for method in self.outside).encode())
         for name in (*names, *(method.spec for method in self.outside)):
             for file in own_files(name, self.folder):
@@ -296,9 +292,8 @@ def _each(
 
 def _partition(value: str | Table) -> Partition:
     name, options = _name(value, "partition")
-    where = f"partition {name!r}"
-    made: Partition = build(choose(PARTITIONS, name, "partition"), options, where)
-    check_numbers(made, where)
+    method = Method(name, choose(PARTITIONS, name, "partition"))
+    made: Partition = method.make(options, f"partition {name!r}")
     return made
 
 

@@ -17,6 +17,7 @@ from leakgauge import threat
 from leakgauge._version import __version__
 from leakgauge.audit import references
 from leakgauge.audit.cases import Case
+from leakgauge.audit.document import name_of
 from leakgauge.audit.forecast import Forecast
 from leakgauge.audit.ladder import describe
 from leakgauge.audit.plan import Plan
@@ -89,9 +90,8 @@ def _forecasted(told: Forecast, cpu: float) -> Forecasted:
 
 
 def _federation(plan: Plan, model: nn.Module) -> Audited:
-    named = plan.document.federation.model
     return Audited(
-        model=named if isinstance(named, str) else str((named or {}).get("name")),
+        model=name_of(plan.document.federation.model),
         data=plan.data.name,
         records=len(plan.data),
         shape=tuple(plan.data.inputs.shape[1:]),

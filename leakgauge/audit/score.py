@@ -61,9 +61,8 @@ def scored(
 
 def _others(inputs: Tensor, truths: Tensor, count: int, rng: torch.Generator) -> Tensor:
     """Up to `count` images of the set that are none of the truths."""
-    private = {truth.numpy().tobytes() for truth in truths}
     kept: list[Tensor] = []
-    seen = set(private)
+    seen = {truth.numpy().tobytes() for truth in truths}
     for i in torch.randperm(len(inputs), generator=rng).tolist():
         key = inputs[i].numpy().tobytes()
         if key not in seen:  # an image that stands twice could never be identified

@@ -142,11 +142,9 @@ def _more(share: float, chance: float, records: int, limit: float) -> int | None
 
 def judge(result: Result) -> Verdict:
     """The verdict on an audit whose rows and controls are known."""
-    limit, trials, summary, control = (
-        result.plan.audit.limit, result.trials, result.summary, result.control
-    )  # fmt: skip
-    shown = {kind for entry in control for kind in entry.breaks}
-    failed = [trial for trial in trials if trial.status == "failed"]
+    summary = result.summary
+    shown = {kind for entry in result.control for kind in entry.breaks}
+    failed = [trial for trial in result.trials if trial.status == "failed"]
     rows = _judged(summary)
     kinds = _kinds(rows, shown)
     defences = []
@@ -159,7 +157,7 @@ def judge(result: Result) -> Verdict:
     if failed and outcome != "leaks":
         outcome = "failed"
     worst = max(rows, key=_severity, default=None)
-    records = _records(trials)
+    records = _records(result.trials)
     reason = advice.why_inconclusive(kinds, result)
     return Verdict(
         outcome=outcome,
@@ -168,7 +166,7 @@ def judge(result: Result) -> Verdict:
         next=tuple(advice.next_steps(outcome, kinds, defences, reason, result)),
         sentences=tuple(advice.sentences(worst, result, failed)),
         risk=worst[1].risk if worst else None,
-        limit=limit,
+        limit=result.plan.audit.limit,
         records=records,
         kinds=kinds,
         defences=tuple(defences),

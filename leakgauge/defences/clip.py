@@ -40,8 +40,7 @@ class Clip:
     def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         if self.scope == "whole":
             return clipped(update, self.norm)
-        parts = [clipped({name: value}, self.norm) for name, value in update.items()]
-        return {name: value for part in parts for name, value in part.items()}
+        return {name: clipped({name: u}, self.norm)[name] for name, u in update.items()}
 
 
 def clipped(update: Named, norm: float) -> Named:

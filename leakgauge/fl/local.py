@@ -230,6 +230,13 @@ def minibatches(
     return steps[:total]
 
 
+def together(training: LocalTraining, clients: int) -> LocalTraining:
+    """The training behind the update of so many clients. An aggregate looks like that of one
+    *super-client* whose batches hold a batch of every client (exact for one step, an approximation
+    beyond)."""
+    return replace(training, batch_size=training.batch_size * clients)
+
+
 @dataclass(frozen=True)
 class Trained:
     """What local training leaves behind: the update that is sent, and the model's buffers."""

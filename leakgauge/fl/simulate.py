@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leakgauge.errors import InputError
 from leakgauge.fl import aggregate
-from leakgauge.fl.local import attempt, minibatches, ready, train
+from leakgauge.fl.local import attempt, minibatches, ready, together, train
 from leakgauge.fl.model import plain, setting
 from leakgauge.fl.partition import Iid, Partition
 from leakgauge.records import AS_THEY_ARE, Scale
@@ -92,10 +92,9 @@ def target(
     """What an attacker can prepare for before this round. Nothing in it comes from a client but the
     number of records, of those `victims` whose update it will read: one client, or all of them
     behind an aggregate, whose training then looks like that of one client with all batches."""
-    training = exchange.training
     return Target(
         setting=replace(exchange.setting, model=copy.deepcopy(exchange.model)),
-        training=replace(training, batch_size=training.batch_size * len(victims)),
+        training=together(exchange.training, len(victims)),
         records=sum(exchange.sizes[k] for k in victims),
         clients=len(exchange.updates),
         public=public,

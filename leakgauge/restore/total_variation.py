@@ -76,6 +76,6 @@ def _divergence(down: Tensor, across: Tensor) -> Tensor:
     def back(p: Tensor, dim: int) -> Tensor:
         inner = p.narrow(dim, 0, p.shape[dim] - 1)
         zero = torch.zeros_like(p.narrow(dim, 0, 1))
-        return torch.cat([inner, zero], dim) - torch.cat([zero, inner], dim)
+        return inner.diff(dim=dim, prepend=zero, append=zero)
 
     return back(down, -2) + back(across, -1)

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import Run, names_sent, refuse_rescaled, shared, told, watch
+from leakgauge.attacks._layers import Run, named, refuse_rescaled, shared, told, watch
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import ready
 from leakgauge.records import Images, Record, pictures
@@ -77,8 +77,8 @@ def reader(model: nn.Module, target: Target) -> Reader:
                 "but ReLU between them"
             )
     layer = runs[at]
-    held, sent = model.get_submodule(layer.name), names_sent(model)
-    weight, bias = sent.get(id(held.weight)), sent.get(id(held.bias))
+    sent = named(model, layer.name)
+    weight, bias = sent.weight, sent.bias
     if weight is None or bias is None:
         raise NotApplicable(
             f"images are read from the gradients of a weight and a bias, but {layer.name!r} has no "

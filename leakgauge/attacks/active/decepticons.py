@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge.attacks._layers import gradient_sum, refuse_rescaled, shared
+from leakgauge.attacks.active._imprint import neighbours
 from leakgauge.errors import NotApplicable, PlanError, Withheld
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, option
@@ -188,7 +189,6 @@ class Found:
 def recover(seen: Observation, tolerance: float) -> Found:
     """Every patch or token that was alone between two thresholds, from an update."""
     assert seen.training is not None
-    assert seen.records is not None
     refuse_rescaled(seen.training, "Decepticons")
     model: Any = copy.deepcopy(seen.model).double().eval()
     _check(model)
@@ -201,8 +201,8 @@ def recover(seen: Observation, tolerance: float) -> Found:
         )
         order = block.mlp.fc1.bias.detach().argsort(descending=True)  # the lowest threshold first
         weight, bias = weight[order], bias[order]
-        between = torch.cat([bias[:-1] - bias[1:], bias[-1:]])
-        ratio = torch.cat([weight[:-1] - weight[1:], weight[-1:]]) / between[:, None]
+        between = neighbours(bias)
+        ratio = neighbours(weight) / between[:, None]
         # Above the last threshold lies a single interval in the last of these blocks only.
         total += float(between[: None if number == depth - 2 else -1].abs().sum())
         # Only single tokens have the length that LayerNorm gives them.

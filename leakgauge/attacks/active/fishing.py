@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
+from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear, watch
 from leakgauge.attacks.active._imprint import knowledge, public_images, read
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
@@ -215,11 +215,9 @@ def _feature(model: nn.Module, head: str, target: Target, label: int) -> tuple[i
             f"a threshold that one of {target.records} records exceeds needs at least "
             f"{2 * target.records} public images of class {label}, got {len(images)}"
         )
-    model = ready(model, target.training)
-    entered: list[Tensor] = []
-    model.get_submodule(head).register_forward_hook(lambda _, args, __: entered.append(args[0]))
-    model(target.record.entering(images))
-    features = entered[0]  # (images, features)
+    entering = target.record.entering(images)
+    runs, _ = watch(ready(model, target.training), entering, nn.Linear)
+    features = next(run.entered for run in runs if run.name == head)  # (images, features)
     spread, unit = features.std(0).max(0)
     if not spread > 0:
         raise NotApplicable("no feature varies over the public images: there is nothing to fish by")

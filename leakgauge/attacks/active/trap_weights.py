@@ -30,13 +30,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._layers import gradient_sum
-from leakgauge.attacks.active._imprint import (
-    Reader,
-    channelwise,
-    knowledge,
-    read,
-    reader,
-)
+from leakgauge.attacks.active._imprint import Reader, channelwise, knowledge, read, reader
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.papers import Paper
