@@ -5,19 +5,34 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from leakgauge.fl.local import ready
-from leakgauge.types import Batch, LocalTraining
+from leakgauge.types import Batch, Detection, LocalTraining
+
+Means: TypeAlias = Literal["reject", "exposed", "report"]
 
 
 def worst(scores: Mapping[str, float]) -> tuple[str, float]:
     """The tensor with the largest score. NaN is larger than any number: it must fire."""
     name = max(scores, key=lambda n: (math.isnan(scores[n]), scores[n]))
     return name, scores[name]
+
+
+def judged(
+    test: str, scores: Mapping[str, float], threshold: float, means: Means, says: str
+) -> tuple[Detection, ...]:
+    """The detection of the worst tensor, or none without scores. `says` is its reason, in which
+    {name} and {score} are filled in."""
+    if not scores:
+        return ()
+    name, score = worst(scores)
+    reason = says.format(name=repr(name), score=score)
+    return (Detection(test, score, threshold, means, reason, name),)
 
 
 def wide(value: Tensor) -> Tensor:

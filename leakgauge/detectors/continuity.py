@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from leakgauge.detectors._layers import wide, worst
+from leakgauge.detectors._layers import judged, wide
 from leakgauge.types import Detection, Received
 
 
@@ -60,27 +60,25 @@ class Continuity:
             return (
                 Detection("continuity", float("inf"), self.threshold, "reject", reason, missing[0]),
             )
-        if not values:
-            return ()
         missed = max(history.missed, 1)
         slack = self.slack if history.rounds == 1 and _starts_from_zeros(received.fresh) else 1.0
         steps = {n: u * missed * slack for n, u in history.own.items()}
-        name, score = worst(self._ratios(values, history.state, steps, received))
-        reason = (
-            f"since the last accepted model {name!r} moved {score:.3g} times as far as your own "
+        ratios = self._ratios(values, history.state, steps, received)
+        says = (
+            "since the last accepted model {name} moved {score:.3g} times as far as your own "
             "last update moved it"
         )
-        found = (Detection("continuity", score, self.threshold, "reject", reason, name),)
+        found = judged("continuity", ratios, self.threshold, "reject", says)
         if history.age + missed < self.settled or not history.anchor:
             return found
         values = {n: v for n, v in values.items() if not _other(history.anchor.get(n), v)}
         sums = {n: s + history.own.get(n, 0.0) * (missed - 1) for n, s in history.since.items()}
-        name, score = worst(self._ratios(values, history.anchor, sums, received))
-        reason = (
-            f"over the last {history.age + missed} rounds {name!r} moved {score:.3g} times as far "
-            "as all your own updates together"
+        ratios = self._ratios(values, history.anchor, sums, received)
+        says = (
+            f"over the last {history.age + missed} rounds "
+            "{name} moved {score:.3g} times as far as all your own updates together"
         )
-        return (*found, Detection("drift", score, self.drift, "reject", reason, name))
+        return found + judged("drift", ratios, self.drift, "reject", says)
 
     def _ratios(
         self,

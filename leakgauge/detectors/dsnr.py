@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from leakgauge.detectors._layers import chosen, prepared, worst
+from leakgauge.detectors._layers import chosen, judged, prepared
 from leakgauge.detectors._slots import dominance
 from leakgauge.fl.local import outputs
 from leakgauge.types import Batch, Detection, LocalTraining, Received
@@ -45,14 +45,11 @@ class DSNR:
         if len(batch) < self.least:
             return ()
         scores = {n: dominance(v) for n, v in norms(model, batch, received.training).items()}
-        if not scores:
-            return ()
-        name, score = worst(scores)
-        reason = (
-            f"one record's gradient of {name!r} outweighs those of all others together "
-            f"{score:.3g} times"
+        says = (
+            "one record's gradient of {name} outweighs those of all others together "
+            "{score:.3g} times"
         )
-        return (Detection("exact-d-snr", score, self.threshold, "exposed", reason, name),)
+        return judged("exact-d-snr", scores, self.threshold, "exposed", says)
 
 
 def norms(model: nn.Module, batch: Batch, training: LocalTraining) -> dict[str, Tensor]:

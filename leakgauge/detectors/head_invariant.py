@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakgauge.detectors._layers import wide, worst
+from leakgauge.detectors._layers import judged, wide
 from leakgauge.detectors._passes import head
 from leakgauge.types import Detection, Received
 
@@ -49,14 +49,11 @@ class HeadInvariant:
             before = history.state.get(name)
             if before is not None and before.shape == named[name].shape:
                 scores[name] = _drift(wide(named[name]), wide(before))
-        if not scores:
-            return ()
-        name, score = worst(scores)
-        reason = (
-            f"the sum over classes of {name!r} changed by {score:.3g} of its size since the last "
+        says = (
+            "the sum over classes of {name} changed by {score:.3g} of its size since the last "
             "accepted model; SGD on cross-entropy leaves it as it was"
         )
-        return (Detection("head-invariant", score, self.threshold, "reject", reason, name),)
+        return judged("head-invariant", scores, self.threshold, "reject", says)
 
 
 def _drift(value: Tensor, before: Tensor) -> float:

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from leakgauge.detectors._isolation import CROWD, Isolation, most_isolated, separated
-from leakgauge.detectors._layers import chosen, fitted, prepared, worst
+from leakgauge.detectors._layers import chosen, fitted, judged, prepared, worst
 from leakgauge.detectors._passes import Passed, run
 from leakgauge.detectors._slots import dominance, slot_norms
 from leakgauge.types import Batch, Detection, LocalTraining, Received
@@ -144,14 +144,10 @@ class Probe:
             if seen.gradient is not None and seen.kind in ("linear", "convolution"):
                 score = dominance(slot_norms(seen))
                 scores[seen.name] = worst({"": score, " ": scores.get(seen.name, 0.0)})[1]
-        if not scores:
-            return ()
-        name, score = worst(scores)
-        reason = (
-            f"in the gradient of {name!r} one record outweighs all others together "
-            f"{score:.3g} times"
+        says = (
+            "in the gradient of {name} one record outweighs all others together {score:.3g} times"
         )
-        return (Detection("d-snr", score, self.d_snr, "exposed", reason, name),)
+        return judged("d-snr", scores, self.d_snr, "exposed", says)
 
     def _head_gain(self, passed: Passed, received: Received, batch: Batch) -> tuple[Detection, ...]:
         if passed.head is None:

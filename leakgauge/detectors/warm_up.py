@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from leakgauge.detectors._layers import fitted, prepared, wide, worst
+from leakgauge.detectors._layers import fitted, judged, prepared, wide, worst
 from leakgauge.fl.local import advance, outputs, start
 from leakgauge.types import Batch, Detection, LocalTraining, Received
 
@@ -71,16 +71,11 @@ class WarmUp:
             now = snapshots(received.model, records, received.training)
             scores = z_scores(now, record)
             against = "the record of accepted rounds" if received.history else "own fresh networks"
-        if not scores:
-            return ()
-        name, score = worst(scores)
         threshold = self.threshold
         if threshold is None:
             threshold = {"carried": 30.0, "printed": 4000.0}[self.reading]
-        reason = (
-            f"in five steps of warm-up {name!r} lies {score:.3g} standard deviations from {against}"
-        )
-        return (Detection("warm-up", score, threshold, "reject", reason, name),)
+        says = "in five steps of warm-up {name} lies {score:.3g} standard deviations from "
+        return judged("warm-up", scores, threshold, "reject", says + against)
 
     def _record(self, received: Received, batch: Batch, rng: torch.Generator) -> list[Snapshot]:
         history = received.history

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from leakgauge.detectors._layers import matrices, worst
+from leakgauge.detectors._layers import judged, matrices
 from leakgauge.types import Detection, Received
 
 SKETCH = 64
@@ -65,7 +65,7 @@ class Weights:
         return tuple(
             replace(found, means="report") if thin and test in SPARSE else found
             for test, threshold, means, says, score in self._tests(seed)
-            if (found := _judge(received, test, threshold, means, says, score))
+            for found in judged(test, _scores(received, threshold, score), threshold, means, says)
         )
 
     def _tests(
@@ -107,15 +107,8 @@ def pruned(named: Mapping[str, Tensor]) -> bool:
     return bool(shares) and shares[(len(shares) - 1) // 2] > 0.5
 
 
-def _judge(
-    received: Received,
-    test: str,
-    threshold: float,
-    means: Literal["reject", "report"],
-    says: str,
-    score: Test,
-) -> Detection | None:
-    """The worst tensor of a test that is not exempt; None when no tensor can be tested."""
+def _scores(received: Received, threshold: float, score: Test) -> dict[str, float]:
+    """Of every tensor that can be tested, and is not exempt."""
     assert received.model is not None
     scores = {}
     for name, rows, bias in matrices(dict(received.model.named_parameters())):
@@ -125,10 +118,7 @@ def _judge(
     for name in [n for n, found in scores.items() if not found <= threshold]:
         if exempt(received, name, threshold, score):
             del scores[name]
-    if not scores:
-        return None
-    name, found = worst(scores)
-    return Detection(test, found, threshold, means, says.format(score=found, name=repr(name)), name)
+    return scores
 
 
 def exempt(received: Received, name: str, threshold: float, score: Test) -> bool:

@@ -279,10 +279,7 @@ class Guard:
         self, found: tuple[Detection, ...], batch: Batch | None, history: History | None
     ) -> dict[str, str]:
         """What tests that were made could not look at."""
-        gaps = {}
-        for one in found:
-            if one.test == "coverage" and fires(one):
-                gaps["coverage"] = one.reason
+        gaps = {one.test: one.reason for one in found if one.test == "coverage" and fires(one)}
         if batch is not None and self.policy.probe != "off":
             wanted, looked = self.policy.probe.wanted(batch, self.training)
             if looked < wanted:
