@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge.detectors._layers import judged, wide
+from leakgauge.errors import InputError
 from leakgauge.types import Detection, Received
 
 
@@ -72,6 +73,8 @@ class Continuity:
         if history.age + missed < self.settled or not history.anchor:
             return found
         values = {n: v for n, v in values.items() if not _other(history.anchor.get(n), v)}
+        if not values:
+            raise InputError("no tensor of this model is in the older one that is remembered")
         sums = {n: s + history.own.get(n, 0.0) * (missed - 1) for n, s in history.since.items()}
         ratios = self._ratios(values, history.anchor, sums, received)
         says = (
