@@ -172,7 +172,7 @@ def test_an_interrupted_audit_goes_on_elsewhere(two_cpus, tmp_path, first):
 
 OWN = """
 from torch import nn
-from parts.layers import head
+from ray_parts.layers import head
 
 def make(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 8), nn.ReLU(),
@@ -200,13 +200,13 @@ explain = false
 def test_a_plan_needs_no_disk_of_the_workers(two_cpus, tmp_path, monkeypatch):
     """Its folder is gone before the first worker starts: code, data and weights have travelled."""
     home = tmp_path / "home"
-    (home / "parts").mkdir(parents=True)
-    (home / "parts" / "__init__.py").touch()
-    (home / "parts" / "layers.py").write_text(
-        "from torch import nn\ndef head(classes):\n    from parts import later\n"
+    (home / "ray_parts").mkdir(parents=True)
+    (home / "ray_parts" / "__init__.py").touch()
+    (home / "ray_parts" / "layers.py").write_text(
+        "from torch import nn\ndef head(classes):\n    from ray_parts import later\n"
         "    return nn.Linear(8, classes)\n"
     )
-    (home / "parts" / "later.py").touch()
+    (home / "ray_parts" / "later.py").touch()
     (home / "ray_own_model.py").write_text(OWN)
     (home / "plan.toml").write_text(PLAN)
     rng = np.random.default_rng(0)
@@ -336,6 +336,17 @@ def test_a_listener_that_is_no_ray_is_given_up(monkeypatch):
         )
     assert ended.returncode == 2
     assert f"no Ray to join at {address} (TimeoutError: no answer in 1 s)" in ended.stderr
+
+
+def test_an_interrupt_that_ray_swallowed_is_raised_at_the_next_turn(two_cpus):
+    before = signal.getsignal(signal.SIGINT)
+    workers = ours._Ray(ray, ({}, b"", {}), 1, 1, print, own=False)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(workers.news(print))
+    workers.close()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # The command, with a Ray of its own.

@@ -15,16 +15,17 @@ import os
 import pickle
 import platform
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -96,7 +97,7 @@ def _join(ray: ModuleType, address: str, quiet: dict[str, Any]) -> None:
         except Exception as error:  # whatever it is, the audit cannot begin
             answers.put(error)
 
-    Thread(target=join, daemon=True).start()
+    threading.Thread(target=join, daemon=True).start()
     try:
         problem = answers.get(timeout=JOINED)
     except Empty:
@@ -186,7 +187,7 @@ def streamed(bench: Bench, case: Case) -> Iterator[object]:
         torch.set_num_threads(bench.plan.document.audit.threads)  # of this thread
         messages.put(attempt(lambda: bench.run(case, paced(lambda *step: messages.put(step)))))
 
-    Thread(target=work, daemon=True).start()
+    threading.Thread(target=work, daemon=True).start()
     message: object = ()
     while isinstance(message, tuple):
         message = messages.get()
@@ -239,6 +240,14 @@ class _Ray:
         self._streams: dict[Any, int] = {}
         self._started = 0
         self._waiting: float | None = time.monotonic()  # for the first worker, since then
+        self._stopped = False
+        main = threading.current_thread() is threading.main_thread()
+        self._before = signal.signal(signal.SIGINT, self._stop) if main else None
+
+    def _stop(self, *_: object) -> None:
+        """Ctrl-C. Ray's own code may swallow the exception: the next turn raises it again."""
+        self._stopped = True
+        raise KeyboardInterrupt
 
     def start(self) -> int:
         self._started += 1
@@ -252,6 +261,8 @@ class _Ray:
         self._streams[stream] = worker
 
     def news(self, tell: Tell) -> Iterable[tuple[int, News]]:
+        if self._stopped:
+            raise KeyboardInterrupt
         errors, every = self._ray.exceptions, list(self._streams)
         if self._ray.wait(every, timeout=1.0)[0]:
             self._waiting = None
@@ -286,6 +297,8 @@ class _Ray:
         self._ray.kill(self._actors.pop(worker))
 
     def close(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
         leaving = [actor.leave.remote() for actor in self._actors.values()]
         if leaving:
             self._ray.wait(leaving, num_returns=len(leaving), timeout=2.0)
