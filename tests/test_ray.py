@@ -385,7 +385,7 @@ def test_ctrl_c_ends_its_own_ray_and_leaves_a_valid_result(tmp_path):
     assert process.poll() is None, process.communicate()
     assert len(alive(mark)) > 2
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["interrupted"]
