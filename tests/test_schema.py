@@ -18,6 +18,7 @@ from leakgauge.audit.results import Found, Measurement, Result, Score, Trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError
 from leakgauge.papers import Paper
+from leakgauge.records import Scale
 
 FREE = {"plan", "facts"}  # the user's own content: any JSON
 NAMES = {"versions", "knowledge", "scores", "mean_image", "random_image"}  # keys are data there
@@ -40,6 +41,10 @@ def result(folder) -> dict[str, Any]:
 @pytest.fixture
 def real() -> dict[str, Any]:
     return json.loads(REAL.read_text(encoding="utf-8"))
+
+
+def test_how_schema_3_normalised_is_kept_where_it_stands_now(real):
+    assert schema.check(real).plan.federation.record == Scale((0.5,), (0.25,))
 
 
 def schema_1(result: dict[str, Any]) -> dict[str, Any]:
