@@ -175,8 +175,8 @@ def audit(
     """Attack your own federation as PLAN describes it, and report what leaks.
 
     Exit codes: 0 below the plan's limit, 1 above it, 2 the plan is wrong, 3 a trial failed,
-    4 inconclusive, 70 an unexpected error, 130 interrupted. `module:callable` in a plan is code,
-    and it is run: audit only plans you trust.
+    4 inconclusive, 70 an unexpected error, 130 interrupted. `module:callable` in a plan, or
+    in a captured round, is code, and it is run: audit only what you trust.
     """
     from leakgauge import audit as audits
     from leakgauge import report

@@ -77,8 +77,9 @@ def capture(
     if `training.sends` is "weights", else its update (before − after). `made_by` builds the same
     network: "module:callable", or a model of ours as in a plan. `sizes[k]` is client k's number of
     records; `weights` are those of the aggregate (default: by size), `after` the parameters that
-    came out (default: those of federated averaging). `truths[k]` are client k's own records: leave
-    them out and nobody can tell how good a reconstruction is, nor can it leak from these files.
+    came out (default: those of federated averaging). `truths[k]` are client k's own records:
+    without them nobody can tell how good a reconstruction is. The updates alone may give the
+    records away: treat the folder like the records in any case.
     """
     before = {name: value.cpu() for name, value in parameters(model).items()}
     updates = tuple(_update(one, before, training, k) for k, one in enumerate(sent))

@@ -338,6 +338,22 @@ def test_a_plan_names_attacks_for_captured_rounds(loop, monkeypatch):
     assert plan.fingerprint != other.fingerprint
 
 
+def test_records_that_were_captured_twice_are_told(loop, monkeypatch):
+    """A loop that trains on the same records in every round."""
+    monkeypatch.chdir(loop)
+    Path("again").mkdir()
+    for file in Path("captured").glob("round-000.*"):
+        for name in (file.name, file.name.replace("000", "001")):
+            shutil.copy(file, Path("again", name))
+    audit(loop, "again", monkeypatch)
+    audit(loop, "captured", monkeypatch)
+    for name, said in (("again", ["4 of these 4 records"] * 2), ("captured", [])):
+        result = load(loop / "leakgauge-audit" / name / "result.json")
+        caveats = [c for t in result.trials if t.kind == "trial" and t.score
+                   for c in t.score.caveats if "captured more than once" in c]  # fmt: skip
+        assert [c[:20] for c in caveats] == said
+
+
 def test_the_twin_of_a_captured_federation_has_its_weights(loop, monkeypatch):
     monkeypatch.chdir(loop)
     plan = read(Path("captured"))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge import diagnostics, metrics, threat
-from leakgauge.audit import checks, images
+from leakgauge.audit import captured, checks, images
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.results import Found, Score, Sensitivity, Status, Times, Trial
@@ -118,7 +118,10 @@ class Bench:
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
         paths, files = images.drawn(case.id, truth.inputs, paired, score.scores["psnr"])
-        score = replace(score, caveats=checks.caveats(found, score))
+        caveats = checks.caveats(found, score)
+        if said := captured.repeated(self.plan.captured, truth):
+            caveats = (*caveats, said)
+        score = replace(score, caveats=caveats)
         return replace(found, images=paths), score, files
 
     def _restored(

@@ -7,6 +7,7 @@ are the data: scores and a control are possible. Where not, every trial ends as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table
 from leakgauge.errors import PlanError
 from leakgauge.exchanges import Manifest
 from leakgauge.records import Scale
-from leakgauge.types import Dataset, Exchange, Round
+from leakgauge.types import Batch, Dataset, Exchange, Round
 
 Manifests: TypeAlias = Sequence[tuple[Path, Manifest]]
 ATTACKS: tuple[Table, ...] = (
@@ -43,7 +44,7 @@ def found(federation: Federation, folder: Path) -> Manifests:
 
 def table(path: Path) -> Table:
     """The plan of a folder alone."""
-    federation = {"data": {"captured": str(path.resolve())}}
+    federation = {"data": {"captured": str(path)}}
     return {"federation": federation, "attack": list(ATTACKS), "audit": {"seeds": [0]}}
 
 
@@ -105,6 +106,19 @@ def records(path: Path, first: Manifest) -> Dataset:
     inputs = torch.empty(0, *first.record["shape"])
     labels = torch.empty(0, dtype=torch.long)
     return Dataset(f"captured in {path.parent.name}", inputs, labels, first.classes)
+
+
+def repeated(rounds: Sequence[Exchange], truth: Batch) -> str | None:
+    """A caveat, if some of these records stand in several rounds."""
+    every = [t.inputs for one in rounds if isinstance(one, Round) for t in one.truths]
+    count = Counter(record.numpy().tobytes() for inputs in every for record in inputs)
+    again = sum(count[record.numpy().tobytes()] > 1 for record in truth.inputs)
+    if not again:
+        return None
+    return (
+        f"{again} of these {len(truth)} records were captured more than once: they are counted "
+        "once per round, so the verdict rests on fewer different records than it says"
+    )
 
 
 def with_truths(empty: Dataset, rounds: tuple[Exchange, ...]) -> Dataset:
