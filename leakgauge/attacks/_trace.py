@@ -2,7 +2,8 @@
 
 In eval mode a ReLU network is affine wherever it is not a ReLU: convolutions, linear layers, batch
 norms with fixed statistics, sums, average pools. `Trace` names these pieces and evaluates any of
-them from chosen values of the non-linear nodes, in double precision.
+them from chosen values of the non-linear nodes, in double precision. With `train`, batch norms
+normalise by the batch that is run, as in training: they are affine for one batch, not for another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.errors import NotApplicable
 from leakgauge.types import Named
@@ -55,9 +57,10 @@ RELUS = (torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_")
 
 
 class Trace:
-    """The graph of a model in eval mode. Values are double; the model itself is left alone."""
+    """The graph of a model in eval mode, or with batch norms in train mode. Values are double; the
+    model itself is left alone."""
 
-    def __init__(self, model: nn.Module, shape: tuple[int, ...]):
+    def __init__(self, model: nn.Module, shape: tuple[int, ...], *, train: bool = False):
         try:
             copied = copy.deepcopy(model).eval()
             traced = fx.symbolic_trace(copied)
@@ -67,6 +70,7 @@ class Trace:
                 f"model ({type(error).__name__}: {error})"
             ) from error
         self.module = traced.double().cpu().requires_grad_(False)
+        self.norms: frozenset[fx.Node] = frozenset()  # batch norms in train mode
         self.nodes = list(traced.graph.nodes)
         self.kind = {node: self._kind(node) for node in self.nodes}
         self.input = next(node for node in self.nodes if node.op == "placeholder")
@@ -90,6 +94,10 @@ class Trace:
             for node, value in values.items()
             if isinstance(value, Tensor) and value.dim() > 1
         }
+        if train:
+            self.norms = frozenset(n for n in self.nodes if self._module(n, _BatchNorm))
+            for node in self.norms:
+                self.module.get_submodule(str(node.target)).train()
 
     def _kind(self, node: fx.Node) -> Kind:
         if node.op == "placeholder":

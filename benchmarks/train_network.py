@@ -1,0 +1,107 @@
+"""Trains a network for the rows on trained models, and keeps it at several stages.
+
+    python benchmarks/train_network.py --model resnet-10 --out DIR [--epochs 16,11]
+
+CIFAR-10 training images from the folder named by LEAKGAUGE_DATA, batch norm in train mode, SGD with
+momentum, one cycle of the rate. The first epochs see images of half the side, which cost a quarter.
+The last 1,000 training images are held out. DIR gets `25.safetensors`, `50.safetensors` and
+`75.safetensors`, kept when the accuracy on them first reached that share, and `best.safetensors`,
+the end of the training; the accuracies on all test images are printed and written to
+`accuracy.json`. Weights are not part of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from board import images
+from board_rows import CIFAR_MEAN, CIFAR_STD
+from torch import Tensor, nn
+
+from leakgauge import models
+
+STAGES = (25, 50, 75)
+BATCH = 128
+HELD = 1000
+
+
+def normalised(x: Tensor) -> Tensor:
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (CIFAR_MEAN, CIFAR_STD))
+    return ((x - mean) / std).to(memory_format=torch.channels_last)
+
+
+def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    """Share of these records that a model in eval mode names rightly."""
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        guess = torch.cat([model(normalised(x)).argmax(1) for x in inputs.split(250)])
+    model.train(was)
+    return float((guess == labels).double().mean())
+
+
+def shifted(x: Tensor, rng: torch.Generator) -> Tensor:
+    """A batch, every eight images moved by up to an eighth of their side and mirrored by chance."""
+    side, by = x.shape[-1], x.shape[-1] // 8
+    parts = []
+    for part in F.pad(x, (by,) * 4).split(8):
+        down, right = torch.randint(2 * by + 1, (2,), generator=rng).tolist()
+        part = part[:, :, down : down + side, right : right + side]
+        parts.append(part.flip(3) if int(torch.randint(2, (), generator=rng)) else part)
+    return torch.cat(parts).to(memory_format=torch.channels_last)
+
+
+def train(name: str, out: Path, epochs: tuple[float, float], seed: int, width: float) -> None:
+    data, test = images("cifar10", "train", 32), images("cifar10", "test", 32)
+    held = data.inputs[-HELD:], data.labels[-HELD:]
+    rng = torch.Generator().manual_seed(seed)
+    options = {} if width == 1 else {"width": width}
+    model = models.make(name, shape=(3, 32, 32), classes=10, rng=rng, **options).train()
+    model = model.to(memory_format=torch.channels_last)
+    small, large = (int(e * (len(data) - HELD) / BATCH) for e in epochs)
+    search = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
+    rate = torch.optim.lr_scheduler.OneCycleLR(search, 0.1, total_steps=small + large)
+    out.mkdir(parents=True, exist_ok=True)
+    waiting = list(STAGES)
+    reached: dict[str, float] = {}
+    for step in range(small + large):
+        chosen = torch.randint(len(data) - HELD, (BATCH,), generator=rng)
+        x = normalised(data.inputs[chosen])
+        if step < small:
+            x = F.avg_pool2d(x, 2)
+        search.zero_grad()
+        loss = F.cross_entropy(model(shifted(x, rng)), data.labels[chosen])
+        loss.backward()
+        search.step()
+        rate.step()
+        if step % 50 == 49 or step == small + large - 1:
+            share = accuracy(model, *held)
+            print(f"{step + 1} of {small + large}: {loss.detach():.3f}, {share:.1%}", flush=True)
+            while waiting and share >= waiting[0] / 100:
+                reached[str(waiting[0])] = accuracy(model, test.inputs, test.labels)
+                models.save(model, out / f"{waiting.pop(0)}.safetensors")
+    reached["best"] = accuracy(model, test.inputs, test.labels)
+    models.save(model, out / "best.safetensors")
+    (out / "accuracy.json").write_text(json.dumps(reached, indent=1) + "\n")
+    print(" · ".join(f"{stage}: {share:.1%} of the test images" for stage, share in reached.items()))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="resnet-10")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--epochs", default="16,11", help="at half the side, and at the full side")
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--width", type=float, default=1.0)
+    given = parser.parse_args()
+    small, large = map(float, given.epochs.split(","))
+    train(given.model, given.out, (small, large), given.seed, given.width)
+
+
+if __name__ == "__main__":
+    main()
