@@ -87,7 +87,7 @@ def train(name: str, out: Path, epochs: tuple[float, float], seed: int, width: f
     reached["best"] = accuracy(model, test.inputs, test.labels)
     models.save(model, out / "best.safetensors")
     (out / "accuracy.json").write_text(json.dumps(reached, indent=1) + "\n")
-    print(" · ".join(f"{stage}: {share:.1%} of the test images" for stage, share in reached.items()))
+    print("test accuracy " + ", ".join(f"{name}: {share:.1%}" for name, share in reached.items()))
 
 
 def main() -> None:
