@@ -24,7 +24,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from leakgauge.attacks._layers import gradient_sum, told
@@ -32,7 +31,7 @@ from leakgauge.attacks._peeling import FOUND, Peeled, Watch, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl.local import loss, minibatches, ready
+from leakgauge.fl.local import loss, ready
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
 from leakgauge.records import pictures
@@ -90,8 +89,8 @@ class ExactRecursion:
         resources = resources or Resources()
         gradient = gradient_of(seen)
         training, records = told(seen, NAME)
-        trace = Trace(seen.model, seen.record.shape)
-        begun = separate(trace, gradient, records, rng)
+        trace = Trace(seen.model, seen.record.shape, train=training.batch_norm == "train")
+        begun = separate(trace, gradient, records, rng, training)
         watch = Watch(resources, total=trace.depth(begun.source) + records)
         watch(begun.misfit)
         done = peel(trace, gradient, begun, watch)
@@ -145,33 +144,29 @@ def separable(seen: Observation, rng: torch.Generator) -> Separated:
     without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
     in this way."""
     gradient = gradient_of(seen)
-    _, records = told(seen, NAME)
-    return separate(Trace(seen.model, seen.record.shape), gradient, records, rng)
+    training, records = told(seen, NAME)
+    trace = Trace(seen.model, seen.record.shape, train=training.batch_norm == "train")
+    return separate(trace, gradient, records, rng, training)
 
 
 def gradient_of(seen: Observation) -> Named:
-    """The gradient behind an update of one step, in double precision."""
-    training, records = told(seen, NAME)
+    """The sum of the gradients of all local steps behind an update, in double precision."""
+    training, _ = told(seen, NAME)
     pictures(seen.record)
-    _check(seen.model, training, records)
+    _check(seen.model, training)
     return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
 
 
-def _check(model: nn.Module, training: LocalTraining, records: int) -> None:
-    steps = len(minibatches(records, training))
+def _check(model: nn.Module, training: LocalTraining) -> None:
     refusals = {
-        f"the client took {steps} steps, whose gradients at different weights add up": steps > 1,
         f"an update by {training.optimiser!r} is rescaled entry by entry": (
             training.optimiser != "sgd"
-        ),
-        "batch norm in train mode mixes the records of a batch": (
-            training.batch_norm == "train" and _has(model, _BatchNorm)
         ),
         "dropout hides part of the network": training.dropout != "off" and _has(model, _DropoutNd),
     }
     for reason, holds in refusals.items():
         if holds:
-            raise NotApplicable(f"{NAME} needs one plain step of SGD, but {reason}")
+            raise NotApplicable(f"{NAME} needs plain steps of SGD, but {reason}")
 
 
 def _has(model: nn.Module, kind: type[nn.Module]) -> bool:

@@ -187,7 +187,9 @@ def recovered(
     """How far images miss the activations that the update tells, the labels in the order of those
     activations, and what was read in words."""
     gradient = gradient_of(seen)
-    _, records = told(seen, "smooth-to-sharp")
+    training, records = told(seen, "smooth-to-sharp")
+    if training.batch_norm == "train" or len(minibatches(records, training)) > 1:
+        raise NotApplicable("the search meets activations one by one, at the weights it was sent")
     trace = Trace(seen.model, seen.record.shape)
     begun = separate(trace, gradient, records, rng)
     watch = Watch(replace(resources or Resources(), progress=None), total=1)
