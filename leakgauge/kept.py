@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from leakgauge.config import plain
 from leakgauge.errors import CheckpointError, InputError
 from leakgauge.files import read_tensors, write_tensors
 from leakgauge.tensors import raw
@@ -87,10 +88,10 @@ def alone(path: Path) -> Iterator[None]:
 
 def key_of(attack: Attack, target: Target, rng: torch.Generator | None = None) -> str:
     """Differs when a preparation could; `rng` is left out where it is always the same."""
-    options = dataclasses.asdict(attack) if dataclasses.is_dataclass(attack) else repr(attack)
+    options = attack if dataclasses.is_dataclass(attack) else getattr(attack, "__dict__", {})
     told = [
-        f"{type(attack).__module__}:{type(attack).__qualname__}", options,
-        dataclasses.asdict(target.training), target.records, target.clients,
+        f"{type(attack).__module__}:{type(attack).__qualname__}", plain(options),
+        plain(target.training), target.records, target.clients,
         str(target.record), str(target.task), str(target.model),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(told, default=str).encode())
