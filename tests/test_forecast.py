@@ -310,6 +310,25 @@ def test_what_is_prepared_is_counted_once_for_the_trials_that_share_it(
     assert found.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
 
 
+class Idle(Slow):
+    """A defence that does nothing."""
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        return update
+
+
+def test_a_rung_that_meets_what_a_trial_prepared_costs_no_more(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """The last rung but one is the trial without its defence, which changes no model."""
+    plan = planned(clock, {"fit": Fit(clock)}, federation=HARD)
+    plan = replace(plan, defences={"idle": Idle(clock)})
+    found = forecast(plan)
+    result = run(plan, Store(tmp_path))
+    assert result.explanation.rungs[-1].factor == "defence"
+    assert found.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
+
+
 def test_a_preparation_of_an_attack_without_iterations_is_counted(
     tmp_path: Path, clock: Clock
 ) -> None:

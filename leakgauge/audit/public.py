@@ -155,7 +155,7 @@ def _digest(record: Tensor) -> bytes:
 
 
 def _labelled(public: Dataset, clients: Dataset) -> Dataset:
-    """With the labels of the clients' classes, by their names; -1 where a class is none of them."""
+    """With the labels of the clients' classes, by their names; -1 for any other class."""
     known = {name: label for label, name in enumerate(clients.classes)}
     labels = torch.tensor([known.get(name, -1) for name in public.classes])[public.labels]
     return replace(public, labels=labels, classes=clients.classes)
