@@ -16,14 +16,19 @@ from leakgauge.attacks import smooth_to_sharp
 from leakgauge.attacks._matching import Adam, Lbfgs, Search
 from leakgauge.attacks._objectives import relative_squared, squared
 from leakgauge.attacks.smooth_to_sharp import (
+    STRAY,
     SmoothToSharp,
     distance,
     errors_of,
+    held,
     lengths,
     recovered,
+    stray,
 )
+from leakgauge.config import build
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos
+from leakgauge.errors import PlanError
 from leakgauge.fl.local import train
 from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
@@ -161,7 +166,7 @@ def test_without_time_the_first_stage_is_the_result(calls: Any) -> None:
 
 def test_the_finish_is_what_makes_it_exact() -> None:
     seen, truth = observed()
-    attack = SmoothToSharp(iterations=200, basin=1.0)
+    attack = SmoothToSharp(iterations=200, basin=1.0, errors="read")
     sharp = attack.reconstruct(seen, seeded())
     plain = dataclasses.replace(attack, basin=0.0).reconstruct(seen, seeded())
     scores = [float(metrics.psnr(g.inputs, truth.inputs)) for g in (plain, sharp)]
@@ -260,11 +265,13 @@ def test_what_cannot_be_read_is_left_to_the_candidates(
     seen = dataclasses.replace(seen, update=update, labels=truth.labels)
     attack = SmoothToSharp(iterations=3, labels="known", derivative="exact")
     guess, without = (
-        dataclasses.replace(attack, errors=on).reconstruct(seen, seeded()) for on in (True, False)
+        dataclasses.replace(attack, errors=rule).reconstruct(seen, seeded())
+        for rule in ("read", "own")
     )
     assert why in guess.facts["errors"]
     assert without.facts["errors"] == "the candidates' own"
     assert torch.equal(guess.inputs, without.inputs)
+    assert held(seen, "auto", truth.labels) == (None, guess.facts["errors"])
 
 
 def test_a_head_without_bias_tells_no_errors() -> None:
@@ -289,20 +296,102 @@ def test_a_clipped_update_still_tells_them() -> None:
 
 def test_errors_are_held_until_the_last_stage(calls: Any) -> None:
     kept = calls(1.0)
-    run(SmoothToSharp(iterations=60))
+    guess = run(SmoothToSharp(iterations=60, errors="read"))
     assert [one["errors"] is not None for one in kept] == [True, True, False]
+    assert guess.facts["errors"] == "read"
 
 
 def test_with_large_logits_the_errors_that_were_read_find_the_image() -> None:
     seen, truth = saturated(1)
     found, lost = (
         metrics.psnr(
-            SmoothToSharp(iterations=60, errors=on).reconstruct(seen, seeded()).inputs,
+            SmoothToSharp(iterations=60, errors=rule).reconstruct(seen, seeded()).inputs,
             truth.inputs,
         )
-        for on in (True, False)
+        for rule in ("auto", "own")
     )
     assert found > lost + 2
+
+
+def small(records: int, **training: Any) -> tuple[Observation, Batch]:
+    """The same photographs on the same network with a head of small weights: small logits."""
+    seen, truth = saturated(records, **training)
+    with torch.no_grad():
+        seen.model.fc.weight.mul_(0.02)  # type: ignore[union-attr,operator]
+    assert seen.training is not None
+    update = train(seen.setting, truth, seen.training, seeded()).update
+    return dataclasses.replace(seen, update=update), truth
+
+
+@pytest.mark.parametrize("records", [1, 3])
+def test_the_size_of_the_logits_chooses_between_read_and_own(records: int) -> None:
+    """The bias of the head is large in both: the softmax is far from even, and known."""
+    for case, rule, words in ((saturated, "read", "read: "), (small, "own", "the candidates' own")):
+        seen, _ = case(records)
+        attack = SmoothToSharp(iterations=3, derivative="exact")
+        guess, chosen = (
+            dataclasses.replace(attack, errors=which).reconstruct(seen, seeded())
+            for which in ("auto", rule)
+        )
+        assert guess.facts["errors"].startswith(words)
+        assert "of random images miss those read by" in guess.facts["errors"]
+        assert torch.equal(guess.inputs, chosen.inputs)
+
+
+class Bright(nn.Module):
+    """Ten times how much the mean of an image exceeds 0.9: nothing, for most images."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 10 * (x.mean((1, 2, 3)) - 0.9).relu()[:, None]
+
+
+def test_how_far_random_images_miss_the_errors() -> None:
+    """Their softmax is even and does not vary; that of a white record is not even."""
+    model = nn.Sequential(Bright(), nn.Linear(1, 4))
+    z = torch.tensor([2.0, -1.0, 0.5, 0.0])
+    with torch.no_grad():
+        model[1].weight.copy_(z[:, None])  # type: ignore[operator]
+        model[1].bias.zero_()  # type: ignore[union-attr,operator]
+    truth = Batch(torch.ones(1, 3, 8, 8), torch.tensor([2]))
+    training = LocalTraining(lr=0.1)
+    ours = setting(model, truth, 4)
+    update = train(ours, truth, training, seeded()).update
+    seen = Observation(ours, update, training=training, records=1)
+    p = z.softmax(0)
+    expected = (p - 0.25).abs().sum() / (p - torch.tensor([0.0, 0.0, 1.0, 0.0])).abs().sum()
+    off = stray(seen, errors_of(seen, truth.labels), truth.labels)
+    assert off == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_random_images_run_in_the_modes_of_the_training() -> None:
+    """A running variance that makes logits large in eval mode has no part in train mode."""
+    convolution, norm, head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(144, 5)
+    model = nn.Sequential(convolution, norm, nn.Flatten(), head)
+    truth = Batch(photos(size=8).inputs[:4], torch.tensor([0, 1, 2, 4]))
+    nn.init.normal_(convolution.weight, generator=seeded(1))
+    nn.init.normal_(head.weight, std=0.003, generator=seeded(2))
+    nn.init.zeros_(head.bias)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    norm.running_mean.copy_(convolution(truth.inputs).mean((0, 2, 3)).detach())
+    norm.running_var.fill_(1e-4)
+    found: list[float] = []
+    for mode in ("train", "eval"):
+        training = LocalTraining(batch_size=4, batch_norm=mode)  # type: ignore[arg-type]
+        ours = setting(model, truth, 5)
+        update = train(ours, truth, training, seeded()).update
+        seen = Observation(ours, update, training=training, records=4)
+        found.append(stray(seen, errors_of(seen, truth.labels), truth.labels))
+    assert found[0] < STRAY < found[1]
+    assert norm.running_var.unique().tolist() == pytest.approx([1e-4])  # the model is as it was
+
+
+def test_a_rule_for_errors_that_is_none_of_the_three_is_refused() -> None:
+    for value in (True, False, "reed"):
+        with pytest.raises(ValueError, match=f'"auto", "read" or "own", got {value!r}'):
+            SmoothToSharp(errors=value)  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=r"attack\.errors.*(known: auto, own, read|'read')"):
+            build(SmoothToSharp, {"errors": value}, "attack")
 
 
 # ---------------------------------------------------------------- activations read exactly

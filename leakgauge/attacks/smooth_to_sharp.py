@@ -14,7 +14,10 @@ error e_i = ∂L/∂logits_i is its softmax minus its label, over n; the last bi
 of them. So for one record that *is* e, and for more, e_i = (p̄ − y_i)/n with the p̄ that makes the
 sum right. Errors then need not be found by way of images: where logits are large, as after
 training or with fan-in weights, the candidates' own softmax is far from the truth for long, and
-misleads. The last stage is the plain problem again.
+misleads. Where they are small it is near the truth from the start, and its slope helps a little. So
+`errors="auto"` runs smooth random images through the model, in the modes of the training, and reads
+the errors when the softmax of those images misses what was read, mean_s Σ|p_s − p̄|, by more than
+STRAY of the size of the error, mean_i Σ|p̄ − y_i|. The last stage is the plain problem again.
 
 With `space="generator"` the first stage moves the weights of a random generator instead, with a
 twentieth of `lr` and a quarter of `tv`, and the others move its images on as pixels: for batches
@@ -32,7 +35,7 @@ them, record by record. Where nothing can be read the notes say why, and the sea
 
 Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
 Facts: `search_iterations` and `search_distance`, where the last stage began; `finish`, its kind;
-`errors`: read, or why not.
+`errors`: read or the candidates' own, and why.
 What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.md.
 """
 
@@ -40,14 +43,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge.attacks._engine import Trust
-from leakgauge.attacks._labels import infer
+from leakgauge.attacks._labels import STAND_IN_SEED, infer, smooth_noise
 from leakgauge.attacks._layers import gradient_sum, last_linear, told
 from leakgauge.attacks._matching import (
     Adam,
@@ -69,17 +72,22 @@ from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import NotApplicable
-from leakgauge.fl.local import minibatches
+from leakgauge.fl.local import logits, minibatches, ready
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
+from leakgauge.records import pictures
 from leakgauge.types import Observation, Reconstruction, Resources
 
-distance = weighted((1.0, cosine), (1.0, relative_l1))
+ErrorRule: TypeAlias = Literal["auto", "read", "own"]
 
+distance = weighted((1.0, cosine), (1.0, relative_l1))
 
 STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.08, 0.1), (1 / 6, 0.01, 0.01))
 """Of each stage: its share of the iterations, and its factors of `lr` and of `tv`."""
 BALANCE = 0.05  # by how much of its size the gradient of the last bias may miss zero in sum
+STRAY = 0.1  # by how much of an error random images' own may miss it, and still be taken
+STAND_INS = 32  # random images, at least, that tell it
+OWN = "the candidates' own"
 GENERATOR = (0.05, 0.25)
 """The first stage's factors where it moves the weights of a generator, which is a prior itself."""
 
@@ -89,8 +97,8 @@ class SmoothToSharp(LabelledSearch):
     """Finds a smooth image, then sharpens it (our own).
 
     `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
-    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
-    `errors` off the candidates' own errors are taken in all stages."""
+    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. `errors`
+    are read for the first two stages, or the candidates' own, or by the size of the logits."""
 
     papers: ClassVar[tuple[Paper, ...]] = InvertingGradients.papers  # our own, on its ground
     iterations: int = 600
@@ -98,7 +106,11 @@ class SmoothToSharp(LabelledSearch):
     tv: float = 0.2
     basin: float = option(0.02, FROM_0)
     activations: float = option(0.0, FROM_0)
-    errors: bool = True
+    errors: ErrorRule = "auto"
+
+    def __post_init__(self) -> None:
+        if self.errors not in get_args(ErrorRule):
+            raise ValueError(f'errors must be "auto", "read" or "own", got {self.errors!r}')
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -113,12 +125,7 @@ class SmoothToSharp(LabelledSearch):
             except NotApplicable as reason:
                 read = f"no activations to meet: {reason}"
             notes = (read,)
-        errors, source = None, "the candidates' own"
-        if self.errors:
-            try:
-                errors, source = errors_of(seen, labels), "read"
-            except NotApplicable as reason:
-                source += f": {reason}"
+        errors, source = held(seen, self.errors, labels)
         counts = lengths(self.iterations)
         left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
         run: Reconstruction | None = None
@@ -158,6 +165,37 @@ class SmoothToSharp(LabelledSearch):
             )
         assert run is not None
         return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": source})
+
+
+def held(seen: Observation, rule: ErrorRule, labels: Tensor) -> tuple[Tensor | None, str]:
+    """The errors that the first stages hold, None for the candidates' own; and in words which."""
+    if rule == "own":
+        return None, OWN
+    try:
+        errors = errors_of(seen, labels)
+    except NotApplicable as reason:
+        return None, f"{OWN}: {reason}"
+    if rule == "read":
+        return errors, "read"
+    off = stray(seen, errors, labels)
+    words = f"errors of random images miss those read by {off:.1%} (limit {STRAY:.0%})"
+    return (None, f"{OWN}: {words}") if off <= STRAY else (errors, f"read: {words}")
+
+
+def stray(seen: Observation, errors: Tensor, labels: Tensor) -> float:
+    """How far the candidates' own errors will be from those read as long as they look like nothing:
+    the mean of Σ|p − p̄| over smooth random images, in units of the mean Σ|p̄ − y|."""
+    training, records = told(seen, "smooth-to-sharp")
+    model = ready(seen.model, training).float()
+    setting = replace(seen.setting, model=model)
+    rng = torch.Generator().manual_seed(STAND_IN_SEED)
+    size = (records, *pictures(seen.record).shape)  # batches as the client's
+    batches = [smooth_noise(size, rng) for _ in range(-(-STAND_INS // records))]
+    with torch.no_grad():
+        p = torch.cat([logits(setting, {}, x, training) for x in batches]).softmax(1)
+    actual = F.one_hot(labels, p.shape[1]).to(p)
+    mean = errors.sum(0) + actual.mean(0)
+    return float((p - mean).abs().sum(1).mean() / (records * errors).abs().sum(1).mean())
 
 
 def errors_of(seen: Observation, labels: Tensor) -> Tensor:
