@@ -14,10 +14,10 @@ error e_i = ∂L/∂logits_i is its softmax minus its label, over n; the last bi
 of them. So for one record that *is* e, and for more, e_i = (p̄ − y_i)/n with the p̄ that makes the
 sum right. Errors then need not be found by way of images: where logits are large, as after
 training or with fan-in weights, the candidates' own softmax is far from the truth for long, and
-misleads. Where they are small it is near the truth from the start, and its slope helps a little. So
-`errors="auto"` runs smooth random images through the model, in the modes of the training, and reads
-the errors when the softmax of those images misses what was read, mean_s Σ|p_s − p̄|, by more than
-STRAY of the size of the error, mean_i Σ|p̄ − y_i|. The last stage is the plain problem again.
+misleads. Where they are small it is near the truth from the start, and its slope helps one record a
+little. So `errors="auto"` reads them in a batch, and for one record when smooth random images, in
+the modes of the training, have a softmax that misses the record's p by more than STRAY of its
+error: mean_s Σ|p_s − p| > STRAY·Σ|p − y|. The last stage is the plain problem again.
 
 With `space="generator"` the first stage moves the weights of a random generator instead, with a
 twentieth of `lr` and a quarter of `tv`, and the others move its images on as pixels: for batches
@@ -86,7 +86,7 @@ STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.08, 0.1), (1 / 6, 0.01, 0.01))
 """Of each stage: its share of the iterations, and its factors of `lr` and of `tv`."""
 BALANCE = 0.05  # by how much of its size the gradient of the last bias may miss zero in sum
 STRAY = 0.1  # by how much of an error random images' own may miss it, and still be taken
-STAND_INS = 32  # random images, at least, that tell it
+STAND_INS = 32  # random images that tell it
 OWN = "the candidates' own"
 GENERATOR = (0.05, 0.25)
 """The first stage's factors where it moves the weights of a generator, which is a prior itself."""
@@ -98,7 +98,8 @@ class SmoothToSharp(LabelledSearch):
 
     `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
     L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. `errors`
-    are read for the first two stages, or the candidates' own, or by the size of the logits."""
+    are read for the first two stages, or the candidates' own; "auto" reads those of a batch, and
+    of one record where logits are large."""
 
     papers: ClassVar[tuple[Paper, ...]] = InvertingGradients.papers  # our own, on its ground
     iterations: int = 600
@@ -177,25 +178,24 @@ def held(seen: Observation, rule: ErrorRule, labels: Tensor) -> tuple[Tensor | N
         return None, f"{OWN}: {reason}"
     if rule == "read":
         return errors, "read"
-    off = stray(seen, errors, labels)
-    words = f"errors of random images miss those read by {off:.1%} (limit {STRAY:.0%})"
+    if len(errors) > 1:
+        return errors, "read: several records"
+    off = stray(seen, errors[0], labels[0])
+    words = f"errors of random images miss the one read by {off:.1%} (limit {STRAY:.0%})"
     return (None, f"{OWN}: {words}") if off <= STRAY else (errors, f"read: {words}")
 
 
-def stray(seen: Observation, errors: Tensor, labels: Tensor) -> float:
-    """How far the candidates' own errors will be from those read as long as they look like nothing:
-    the mean of Σ|p − p̄| over smooth random images, in units of the mean Σ|p̄ − y|."""
-    training, records = told(seen, "smooth-to-sharp")
-    model = ready(seen.model, training).float()
-    setting = replace(seen.setting, model=model)
+def stray(seen: Observation, error: Tensor, label: Tensor) -> float:
+    """How far the candidate's own error will be from the one read while it looks like nothing: the
+    mean of Σ|p_s − p| over smooth random images, in units of Σ|p − y|."""
+    training, _ = told(seen, "smooth-to-sharp")
+    setting = replace(seen.setting, model=ready(seen.model, training).float())
     rng = torch.Generator().manual_seed(STAND_IN_SEED)
-    size = (records, *pictures(seen.record).shape)  # batches as the client's
-    batches = [smooth_noise(size, rng) for _ in range(-(-STAND_INS // records))]
-    with torch.no_grad():
-        p = torch.cat([logits(setting, {}, x, training) for x in batches]).softmax(1)
-    actual = F.one_hot(labels, p.shape[1]).to(p)
-    mean = errors.sum(0) + actual.mean(0)
-    return float((p - mean).abs().sum(1).mean() / (records * errors).abs().sum(1).mean())
+    images = smooth_noise((STAND_INS, *pictures(seen.record).shape), rng)
+    with torch.no_grad():  # one by one, as the client had its record
+        own = torch.cat([logits(setting, {}, x, training) for x in images.split(1)]).softmax(1)
+    p = error + F.one_hot(label, len(error)).to(error)
+    return float((own - p).abs().sum(1).mean() / error.abs().sum())
 
 
 def errors_of(seen: Observation, labels: Tensor) -> Tensor:
