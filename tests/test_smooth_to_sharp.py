@@ -23,12 +23,13 @@ from leakgauge.attacks.smooth_to_sharp import (
     held,
     lengths,
     recovered,
+    staged,
     stray,
 )
 from leakgauge.config import build
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos
-from leakgauge.errors import PlanError
+from leakgauge.errors import InputError, PlanError
 from leakgauge.fl.local import train
 from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
@@ -397,6 +398,58 @@ def test_a_rule_for_errors_that_is_none_of_the_three_is_refused() -> None:
             SmoothToSharp(errors=value)  # type: ignore[arg-type]
         with pytest.raises(PlanError, match=r"attack\.errors.*(known: auto, own, read|'read')"):
             build(SmoothToSharp, {"errors": value}, "attack")
+
+
+# ---------------------------------------------------------------- images to begin from
+
+
+def test_the_first_stage_can_begin_from_given_images(calls: Any) -> None:
+    kept = calls(1.0)
+    seen, _ = observed()
+    begin, labels = torch.rand(1, 1, 8, 8, generator=seeded()), torch.tensor([3])
+    attack = SmoothToSharp(iterations=60, restarts=3)
+    told: list[int] = []
+    resources = Resources(progress=lambda done, total, _: told.append(total))
+    staged(attack, seen, seeded(), resources, begin=begin, labels=labels)
+    assert torch.equal(kept[0]["begin"], begin)
+    assert [one["search"].restarts for one in kept] == [1, 1, 1]  # all would begin alike
+    assert all(torch.equal(one["labels"], labels) for one in kept)
+    assert [float(one["begin"].mean()) for one in kept[1:]] == pytest.approx([0.1, 0.2])
+
+
+def test_from_near_the_truth_it_ends_at_the_truth() -> None:
+    seen, truth = saturated(3)
+    attack = SmoothToSharp(iterations=12)
+    near = (truth.inputs + 0.02 * torch.randn(truth.inputs.shape, generator=seeded())).clamp(0, 1)
+    guess = staged(attack, seen, seeded(), begin=near, labels=truth.labels)
+    lost = attack.reconstruct(seen, seeded())
+    assert torch.equal(guess.labels, truth.labels)  # type: ignore[arg-type]
+    assert (
+        metrics.psnr(guess.inputs, truth.inputs).min()
+        > 5 + metrics.psnr(lost.inputs, truth.inputs).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "why"),
+    [
+        ({}, None, "got 1 images, no labels, activations = 0"),
+        ({}, torch.tensor([1, 2]), "got 1 images, 2 labels"),
+        ({"activations": 0.5}, torch.tensor([1]), "activations = 0.5"),
+        ({"space": "generator"}, torch.tensor([1]), "cannot begin from given images"),
+    ],
+)
+def test_images_to_begin_from_need_labels_and_pixels(
+    options: dict[str, Any], labels: torch.Tensor | None, why: str
+) -> None:
+    with pytest.raises(InputError, match=why):
+        staged(
+            SmoothToSharp(iterations=6, **options),
+            observed()[0],
+            seeded(),
+            begin=torch.zeros(1, 1, 8, 8),
+            labels=labels,
+        )
 
 
 # ---------------------------------------------------------------- activations read exactly

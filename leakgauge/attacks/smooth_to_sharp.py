@@ -71,7 +71,7 @@ from leakgauge.attacks._separation import separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.attacks.inverting_gradients import InvertingGradients
-from leakgauge.errors import NotApplicable
+from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import logits, minibatches, ready
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
@@ -116,56 +116,79 @@ class SmoothToSharp(LabelledSearch):
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        labels = infer(seen, self.labels, rng)
-        priors: list[Prior] = []
-        notes: tuple[str, ...] = ()
-        if self.activations:
-            try:
-                penalty, labels, read = recovered(seen, rng, resources)
-                priors = [(penalty, constant(self.activations))]
-            except NotApplicable as reason:
-                read = f"no activations to meet: {reason}"
-            notes = (read,)
-        errors, source = held(seen, self.errors, labels)
-        counts = lengths(self.iterations)
-        left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
-        run: Reconstruction | None = None
-        trust = Trust()
-        for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
-            rest = left(run.iterations if run else 0)
-            if run and (not count or rest.seconds == 0):
-                break
-            if run is None and self.space == "generator":
-                rate, weight = GENERATOR
-            near = run is not None and number == len(STAGES) - 1 and run.residual < self.basin
-            search = Search(count, derivative=self.derivative)  # moves pixels on
-            stage = match(
-                seen,
-                relative_squared if near else distance,
-                search if run else replace(self, iterations=max(count, 1)),
-                labels=labels,
-                priors=() if near else (*priors, (total_variation, constant(weight * self.tv))),
-                optimiser=Lbfgs() if near else Adam(rate * self.lr, cosine_decay(), signed=True),
-                begin=run.inputs if run else None,
-                box="none" if near else "clamp",
-                errors=None if number == len(STAGES) - 1 else errors,
-                dtype=torch.float64 if near else torch.float32,
-                trust=trust,
-                rng=rng,
-                resources=rest,
+        return staged(self, seen, rng, resources)
+
+
+def staged(
+    attack: SmoothToSharp,
+    seen: Observation,
+    rng: torch.Generator,
+    resources: Resources | None = None,
+    begin: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> Reconstruction:
+    """The attack's stages. `begin` are images that another method made, for the first stage to
+    start from, and `labels` those of these images, in their order."""
+    if begin is not None:
+        if labels is None or len(labels) != len(begin) or attack.activations:
+            raise InputError(
+                "images to begin from need their labels, one for each in the same order, and no "
+                f"activations, which have an order of their own: got {len(begin)} images, "
+                f"{'no' if labels is None else len(labels)} labels, "
+                f"activations = {attack.activations:g}"
             )
-            if run is None:
-                run = stage
-                continue
-            run = joined(
-                run,
-                stage,
-                search_iterations=run.iterations,
-                search_distance=run.residual,
-                finish="second order" if near else "first order",
-            )
-        assert run is not None
-        return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": source})
+        attack = replace(attack, restarts=1)  # another would begin and end as the first
+    if labels is None:
+        labels = infer(seen, attack.labels, rng)
+    priors: list[Prior] = []
+    notes: tuple[str, ...] = ()
+    if attack.activations:
+        try:
+            penalty, labels, read = recovered(seen, rng, resources)
+            priors = [(penalty, constant(attack.activations))]
+        except NotApplicable as reason:
+            read = f"no activations to meet: {reason}"
+        notes = (read,)
+    errors, source = held(seen, attack.errors, labels)
+    counts = lengths(attack.iterations)
+    left = shared(resources, attack.iterations + (attack.restarts - 1) * counts[0])
+    run: Reconstruction | None = None
+    trust = Trust()
+    for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
+        rest = left(run.iterations if run else 0)
+        if run and (not count or rest.seconds == 0):
+            break
+        if run is None and attack.space == "generator":
+            rate, weight = GENERATOR
+        near = run is not None and number == len(STAGES) - 1 and run.residual < attack.basin
+        search = Search(count, derivative=attack.derivative)  # moves pixels on
+        stage = match(
+            seen,
+            relative_squared if near else distance,
+            search if run else replace(attack, iterations=max(count, 1)),
+            labels=labels,
+            priors=() if near else (*priors, (total_variation, constant(weight * attack.tv))),
+            optimiser=Lbfgs() if near else Adam(rate * attack.lr, cosine_decay(), signed=True),
+            begin=run.inputs if run else begin,
+            box="none" if near else "clamp",
+            errors=None if number == len(STAGES) - 1 else errors,
+            dtype=torch.float64 if near else torch.float32,
+            trust=trust,
+            rng=rng,
+            resources=rest,
+        )
+        if run is None:
+            run = stage
+            continue
+        run = joined(
+            run,
+            stage,
+            search_iterations=run.iterations,
+            search_distance=run.residual,
+            finish="second order" if near else "first order",
+        )
+    assert run is not None
+    return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": source})
 
 
 def held(seen: Observation, rule: ErrorRule, labels: Tensor) -> tuple[Tensor | None, str]:
