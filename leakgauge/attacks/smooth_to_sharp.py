@@ -216,7 +216,8 @@ def stray(seen: Observation, error: Tensor, label: Tensor) -> float:
     rng = torch.Generator().manual_seed(STAND_IN_SEED)
     images = smooth_noise((STAND_INS, *pictures(seen.record).shape), rng)
     with torch.no_grad():  # one by one, as the client had its record
-        own = torch.cat([logits(setting, {}, x, training) for x in images.split(1)]).softmax(1)
+        said = [logits(setting, {}, image, training) for image in torch.split(images, 1)]
+    own = torch.cat(said).softmax(1)
     p = error + F.one_hot(label, len(error)).to(error)
     return float((own - p).abs().sum(1).mean() / error.abs().sum())
 
