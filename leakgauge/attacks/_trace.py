@@ -143,6 +143,20 @@ class Trace:
         name = self._own.get((node, attribute))
         return name if name in gradient and gradient[name].any() else None
 
+    def named(self, name: str) -> fx.Node:
+        """The node of this name: traces of one network at different weights share their names."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def single(self) -> Trace:
+        """The same graph in single precision, to run it fast; what batch norms in train mode see
+        moves none of their running statistics."""
+        light = copy.copy(self)
+        light.module = copy.deepcopy(self.module).float().to(memory_format=torch.channels_last)
+        for node in self.norms:
+            norm: Any = light.module.get_submodule(str(node.target))
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        return light
+
     def bent(self, node: fx.Node) -> bool:
         """Whether a value of this node is not an affine function of others."""
         return self.kind[node] in ("input", "relu", "smooth", "other")
