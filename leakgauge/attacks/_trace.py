@@ -161,6 +161,30 @@ class Trace:
             for name, value in changed.items():
                 held[name].data = value
 
+    def moved(self, weights: Named) -> Trace:
+        """The same graph with other weights."""
+        other = copy.copy(self)
+        other.module = copy.deepcopy(self.module)
+        held = dict(other.module.named_parameters())
+        for name in weights.keys() & held.keys():
+            held[name].data = weights[name].double()
+        return other
+
+    def named(self, name: str) -> fx.Node:
+        """The node of this name: traces of one network at different weights share their names."""
+        found: fx.Node = next(node for node in self.nodes if node.name == name)
+        return found
+
+    def single(self) -> Trace:
+        """The same graph in single precision, to run it fast; what batch norms in train mode see
+        moves none of their running statistics."""
+        light = copy.copy(self)
+        light.module = copy.deepcopy(self.module).float().to(memory_format=torch.channels_last)
+        for node in self.norms:
+            norm: Any = light.module.get_submodule(str(node.target))
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        return light
+
     def bent(self, node: fx.Node) -> bool:
         """Whether a value of this node is not an affine function of others."""
         return self.kind[node] in ("input", "relu", "smooth", "other")
