@@ -15,6 +15,7 @@ from leakgauge.attacks.hfgradinv import HFGradInv
 from leakgauge.attacks.idlg import IDLG
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.attacks.sapag import SAPAG
+from leakgauge.attacks.separate_and_decode import SeparateAndDecode
 from leakgauge.attacks.smooth_to_sharp import SmoothToSharp
 from leakgauge.types import Attack
 
@@ -32,6 +33,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "idlg": IDLG,
     "inverting-gradients": InvertingGradients,
     "sapag": SAPAG,
+    "separate-and-decode": SeparateAndDecode,
     "smooth-to-sharp": SmoothToSharp,
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "GradInversion",
     "HFGradInv",
     "InvertingGradients",
+    "SeparateAndDecode",
     "SmoothToSharp",
     "separable",
 ]

@@ -35,7 +35,7 @@ from leakgauge.attacks._peeling import FOUND, Peeled, Watch, invert, peel
 from leakgauge.attacks._separation import Separated, separate
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl.local import loss, ready
+from leakgauge.fl.local import advance, minibatches, outputs, ready, start
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
 from leakgauge.records import pictures
@@ -106,7 +106,7 @@ class ExactRecursion:
         if trace_together(done):
             notes.append(
                 "batch norm ties the images of a batch together: they are searched at once, which "
-                "succeeds from a decoder's images (the attack separate-and-decode), hardly from none"
+                "needs a start: the attack separate-and-decode has one, this attack has none"
             )
         if met < len(chosen):
             notes.append(f"{met} of {len(chosen)} images meet the activations known of them")
@@ -189,6 +189,7 @@ class Read:
             node.name,
             self.done.known[node],
             begin,
+            pictures(self.seen.record),
             free_scale=bool(self.trace.norms),
             evaluations=evaluations,
             go_on=lambda misfit: self.watch.open(),
