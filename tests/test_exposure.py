@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from leakgauge.attacks._limits import held, overlap_limit, rank_limit
 from leakgauge.attacks._separation import common_maps, row_space, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exposure import _centred
+from leakgauge.audit import Plan, exposures, parse
+from leakgauge.audit.bench import Bench
+from leakgauge.audit.cases import trials
 from leakgauge.data.digits import digits
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
@@ -24,6 +29,7 @@ from leakgauge.threat import observe
 from leakgauge.types import Batch, LocalTraining, ThreatModel
 
 EVAL = LocalTraining(batch_size=4, batch_norm="eval")
+AGGREGATE = ThreatModel(actor="aggregate")
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -459,3 +465,53 @@ def test_the_attack_reads_as_many_records_as_the_meter_says(
         read = separable(seen, seeded())
         assert str(read.layer.target) == found.layer
         assert sorted(read.labels.tolist()) == sorted(round_.truths[0].labels.tolist())
+
+
+# A plan
+
+
+def planned(
+    data: str = '"digits"', training: str = "batch_size = 2", actor: str = "server", more: str = ""
+) -> Plan:
+    text = f"""
+        [federation]
+        data = {data}
+        model = {{ name = "mlp", hidden = [64] }}
+        {more}
+        training = {{ {training} }}
+        [threat]
+        actor = "{actor}"
+        [[attack]]
+        name = "analytic"
+    """
+    return parse(tomllib.loads(text), "plan", Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [(2, 2, 1)]),
+        ({"training": "batch_size = 2, epochs = 3", "more": "records = 5"}, [(5, 15, 9)]),
+        ({"actor": "aggregate", "more": "clients = 3"}, [(6, 6, 3)]),
+        ({"actor": "client", "more": "clients = 3\nparticipants = 2"}, [(4, 4, 2)]),
+        ({"more": "clients = 2"}, [(2, 2, 1)]),
+    ],
+)
+def test_a_plan_is_measured_as_its_attacker_sees_it(
+    options: dict[str, str], expected: list[tuple[int, int, int]]
+) -> None:
+    found = exposures(planned(**options))
+    assert [(one.records, one.views, one.steps) for one in found] == expected
+    assert {one.limit for one in found} == {9}
+
+
+def test_clients_of_different_sizes_are_measured_at_both_ends() -> None:
+    plan = planned(
+        more='clients = 3\nrecords = "all"\npartition = { name = "dirichlet", alpha = 0.5 }',
+        training="batch_size = 2, epochs = 1",
+    )
+    round_ = Bench(plan, Path.cwd()).simulated(trials(plan)[0])
+    found = exposures(plan)
+    assert [one.records for one in found] == [min(round_.sizes), max(round_.sizes)]
+    together = exposures(replace(plan, document=replace(plan.document, threat=AGGREGATE)))
+    assert [one.records for one in together] == [sum(round_.sizes)]

@@ -62,7 +62,7 @@ def overlap_limit(
     if not all(held(*axis) for axis in axes):
         return 0
     counts = [_count(*axis) for axis in axes]
-    positions, pixels, alike = (math.prod(column) for column in zip(*counts, strict=True))
+    positions, pixels, alike = (math.prod(one[i] for one in counts) for i in range(3))
     area = math.prod(layer.kernel_size)
     equations = positions * area - pixels
     free = positions

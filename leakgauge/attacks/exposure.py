@@ -42,7 +42,7 @@ class LayerExposure:
     positions: int  # windows that it looks at, of one record
     outputs: int
     limit: int
-    reason: str = ""
+    reason: str
 
     def __post_init__(self) -> None:
         if bool(self.limit) == bool(self.reason) or self.limit < 0:
@@ -65,7 +65,7 @@ class Exposure:
     limit: int
     layer: str | None
     layers: tuple[LayerExposure, ...]
-    reason: str = ""
+    reason: str
 
     def __post_init__(self) -> None:
         if self.exposed != (self.views <= self.limit):
@@ -100,7 +100,7 @@ def exposure(setting: Setting, training: LocalTraining, records: int | Sequence[
         words = " ".join(str(reason).split())
         return Exposure(sum(each), views, steps, False, 0, None, layers, words)
     exposed = views <= best.limit
-    return Exposure(sum(each), views, steps, exposed, best.limit, best.name, layers)
+    return Exposure(sum(each), views, steps, exposed, best.limit, best.name, layers, "")
 
 
 def _layers(setting: Setting, training: LocalTraining, steps: int) -> tuple[LayerExposure, ...]:
@@ -140,7 +140,7 @@ def _layer(trace: Trace, node: fx.Node, reached: Named, steps: int) -> LayerExpo
         limit = _limit(trace, node, reached, positions, steps)
     except NotApplicable as refused:
         return LayerExposure(str(node.target), positions, outputs, 0, str(refused))
-    return LayerExposure(str(node.target), positions, outputs, limit)
+    return LayerExposure(str(node.target), positions, outputs, limit, "")
 
 
 def _limit(trace: Trace, node: fx.Node, reached: Named, positions: int, steps: int) -> int:
