@@ -16,7 +16,6 @@ from leakgauge.attacks import Exposure, LayerExposure, exposure, separable
 from leakgauge.attacks._limits import held, overlap_limit, rank_limit
 from leakgauge.attacks._separation import common_maps, row_space, windows
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exposure import _centred
 from leakgauge.audit import Plan, exposures, parse
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import trials
@@ -237,13 +236,7 @@ def test_the_gradient_has_the_rank_that_is_counted(
     assert rank == 16 * 4 - (2 if centred and mode == "train" else 0)
     trace = Trace(model, (1, 8, 8), train=mode == "train")
     node = next(node for node in trace.layers() if node.target == name)
-    assert _centred(trace, node) == (centred and mode == "train")
-
-
-def test_a_norm_that_never_keeps_statistics_normalises_by_the_batch_in_any_mode() -> None:
-    model = small(80, nn.BatchNorm2d(80, track_running_stats=False))
-    assert measured(model).limit == 5
-    assert measured(small(80)).limit == 4
+    assert trace.centred(node) == (centred and mode == "train")
 
 
 # Networks
@@ -440,20 +433,29 @@ def test_the_model_is_left_alone() -> None:
 # The real thing
 
 
+def perceptron() -> nn.Module:
+    return models.make("mlp", shape=(1, 8, 8), classes=10, rng=seeded(), hidden=[512])
+
+
 @pytest.mark.parametrize(
-    ("make", "limit"),
+    ("make", "limit", "mode"),
     [
-        (small, 4),
-        (lambda: models.make("mlp", shape=(1, 8, 8), classes=10, rng=seeded(), hidden=[512]), 9),
+        (small, 4, "eval"),
+        (lambda: small(80), 5, "train"),
+        (
+            lambda: models.make("mlp", shape=(1, 8, 8), classes=10, rng=seeded(), hidden=[512]),
+            9,
+            "eval",
+        ),
     ],
-    ids=["convolution", "head"],
+    ids=["convolution", "train mode", "head"],
 )
 @pytest.mark.parametrize("above", [0, 1])
 def test_the_attack_reads_as_many_records_as_the_meter_says(
-    make: Any, limit: int, above: int
+    make: Any, limit: int, mode: Any, above: int
 ) -> None:
     model, records = make(), limit + above
-    training = LocalTraining(batch_size=records, batch_norm="eval")
+    training = LocalTraining(batch_size=records, batch_norm=mode)
     round_ = simulate(Scenario(lambda: model, digits(), training), seeded(3))
     seen = observe(round_, ThreatModel())
     found = exposure(seen.setting, training, records)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from leakgauge.attacks._limits import ZEROS, overlap_limit, rank_limit
@@ -154,7 +153,7 @@ def _limit(trace: Trace, node: fx.Node, reached: Named, positions: int, steps: i
             "its weight is frozen, shared with other layers or reached by no signal"
         )
     (source,) = trace.sources[node.all_input_nodes[0]]
-    centred = _centred(trace, node)
+    centred = trace.centred(node)
     outputs, inputs = layer.weight.flatten(1).shape
     limit = rank_limit(outputs, inputs, positions, steps, centred)
     if not limit and centred and positions == 1:
@@ -173,16 +172,3 @@ def _limit(trace: Trace, node: fx.Node, reached: Named, positions: int, steps: i
         raise NotApplicable("its windows overlap too little to hold each other in place")
     limit = min(limit, max(1, trace.shape[source].numel() // ZEROS))
     return limit if trace.rectified(source) else 1  # a smooth activation shows one record alone
-
-
-def _centred(trace: Trace, node: fx.Node) -> bool:
-    """Whether the signals at a node sum to zero over a step: on every way up it meets a batch norm
-    that normalises by the batch, and is only added or joined to others before."""
-    for user in node.users:
-        module = trace.module.get_submodule(str(user.target)) if user.op == "call_module" else None
-        if isinstance(module, _BatchNorm):
-            if not (module.training or module.running_mean is None):
-                return False
-        elif not (trace.channelwise(user) or user.target is torch.cat) or not _centred(trace, user):
-            return False
-    return bool(node.users)

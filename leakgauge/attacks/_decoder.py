@@ -1,0 +1,346 @@
+"""A decoder from the activations of one node to the image, fitted on public images (our own).
+
+The observed model, run in the modes of the training, turns public images into activations; a small
+convolutional network learns the way back. Batch norm in train mode makes activations depend on who
+else is in the batch, so public images run in batches as large as the client's. Activations that are
+known up to one common scale are divided by their root mean square, in the fit and in use.
+
+    maps (C, H, W): a 3 × 3 convolution; then, for each doubling of the sides, a 3 × 3 convolution
+    and a pixel shuffle; then a 3 × 3 convolution to the colours.
+    vectors (F,): a linear layer makes small maps of them first.
+
+The fit ends after `steps`, or when images held out of it gain nothing any more; what it keeps is
+what was best on them. Public images are no client's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leakgauge.attacks._trace import Trace
+from leakgauge.errors import InputError, NotApplicable
+from leakgauge.fl.local import State, advance, start
+from leakgauge.ranges import POSITIVE, count, option
+from leakgauge.records import Images
+from leakgauge.types import Dataset, Kept, LocalTraining, Named, Resources
+
+EVERY = 50  # steps between two looks at the images held out; each is a checkpoint
+GAIN = 0.01  # decibels on them that count as progress
+PATIENCE = 12  # looks without progress after which the fit ends
+HELD = 500  # images held out, and at most a tenth of all
+WARM = 50  # steps in which the learning rate rises
+SIDE = 8  # about the side of the maps that a vector becomes
+NARROW = 32  # channels at full size, at least
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a decoder is fitted. It uses up to `images` public images; where there are fewer, random
+    crops, flips and changes of light make up the number. `memory` bounds the bytes that their
+    activations take: fewer images are used if it is short."""
+
+    steps: int = option(3000, count(10_000_000))
+    batch: int = option(16, count(100_000))
+    lr: float = option(2e-3, POSITIVE)
+    width: int = option(96, count(100_000))
+    images: int = option(9000, count(10_000_000))
+    memory: int = option(2**30, count(2**50))
+
+
+def fit(
+    trace: Trace,
+    node: str,
+    record: Images,
+    public: Dataset,
+    records: int,
+    rng: torch.Generator,
+    *,
+    free_scale: bool,
+    options: Fit | None = None,
+    resources: Resources | None = None,
+) -> Kept:
+    """A decoder for the values of `node`, which are known up to one common scale, or exactly.
+
+    `records` is how many records the client puts in one batch. Kept are the decoder's weights and
+    `facts`: what it read, what it was fitted on and how well it does on public images that it has
+    not seen (`psnr`, in decibels, and that of their mean image: `mean_psnr`).
+    """
+    options, resources = options or Fit(), resources or Resources()
+    began, spent = time.process_time(), 0.0
+    deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
+    _check(public, record, records)
+    shapes = layout(_shape(trace, node), record.shape, options.width)
+    checkpoint = resources.checkpoint
+    before = checkpoint.load() if checkpoint is not None else None
+    if before is not None and before.facts["finished"]:
+        return Kept(_named(before.tensors, "best."), before.facts["facts"])
+    pairs = _Pairs.of(trace, node, record, public, records, rng, free_scale, options)
+    state = start(_first(shapes, pairs, rng), LocalTraining(optimiser="adam"))
+    best, score, since = dict(zip(shapes, state.weights, strict=True)), -math.inf, 0
+    if before is not None:
+        held = before.facts
+        state = replace(
+            state.with_tensors([before.tensors[f"adam.{i}"] for i in range(len(state.tensors()))]),
+            steps=held["step"],
+        )
+        rng.set_state(before.tensors["rng"])
+        best, score, since = _named(before.tensors, "best."), held["score"], held["since"]
+        spent = held["cpu_seconds"]
+    while state.steps < options.steps and since < PATIENCE and time.monotonic() < deadline:
+        state, error = _stepped(state, shapes, pairs, options, rng)
+        if resources.progress is not None:
+            resources.progress(state.steps, options.steps, error)
+        if state.steps % EVERY and state.steps != options.steps:
+            continue
+        now = pairs.psnr(dict(zip(shapes, state.weights, strict=True)))
+        since = 0 if now > score + GAIN else since + 1
+        if now > score:
+            best, score = dict(zip(shapes, state.weights, strict=True)), now
+        if checkpoint is not None:
+            facts = {"step": state.steps, "score": score, "since": since, "finished": False}
+            facts["cpu_seconds"] = spent + time.process_time() - began
+            checkpoint.save(Kept(_state(state, best, rng), facts))
+    facts = {
+        "node": node,
+        "shape": list(record.shape),
+        "known": list(_shape(trace, node)),
+        "scale": pairs.scale,
+        "public": public.name,
+        "images": len(public),
+        "used": len(pairs.images),
+        "made": pairs.made,
+        "psnr": pairs.psnr(best),
+        "mean_psnr": pairs.mean_psnr(),
+        "steps": state.steps,
+        "cpu_seconds": spent + time.process_time() - began,
+    }
+    ended = state.steps == options.steps or since >= PATIENCE
+    if checkpoint is not None and ended:
+        done = {"finished": True, "facts": facts}
+        checkpoint.save(Kept({f"best.{name}": w for name, w in best.items()}, done))
+    return Kept(best, facts)
+
+
+def decode(kept: Kept, activations: Tensor) -> Tensor:
+    """Images in [0, 1] of the activations (N, …) that were read of one round."""
+    known = tuple(kept.facts["known"])
+    if tuple(activations.shape[1:]) != known:
+        raise InputError(
+            f"this decoder reads activations of shape {known} at {kept.facts['node']!r}, got "
+            f"{tuple(activations.shape[1:])}: fit one for that node"
+        )
+    scale = kept.facts["scale"] or root_mean_square(activations)
+    _, *size = kept.facts["shape"]
+    return torch.cat(
+        [
+            pictures(kept.tensors, part / scale, (size[0], size[1])).clamp(0, 1)
+            for part in activations.float().split(64)
+        ]
+    )
+
+
+def layout(
+    known: tuple[int, ...], shape: tuple[int, int, int], width: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a decoder's weights, by name and in their order."""
+    channels, *size = shape
+    shapes: dict[str, tuple[int, ...]] = {}
+    if len(known) == 1:
+        doublings = max(0, math.ceil(math.log2(max(size) / SIDE)))
+        maps = (width, *(math.ceil(side / 2**doublings) for side in size))
+        shapes["spread"] = (*maps, known[0])
+    elif len(known) == 3:
+        maps = (known[0], known[1], known[2])
+        ratio = max(side / small for side, small in zip(size, maps[1:], strict=True))
+        doublings = max(0, round(math.log2(ratio)))
+    else:
+        raise NotApplicable(
+            "a decoder reads maps (channels, height, width) or vectors, and this node holds values "
+            f"of shape {known}"
+        )
+    widths = [width] + [max(NARROW, width >> k + 1) for k in range(doublings)]
+    shapes["first.weight"], shapes["first.bias"] = (width, maps[0], 3, 3), (width,)
+    for k, (inputs, outputs) in enumerate(pairwise(widths)):
+        shapes[f"double{k}.weight"] = (4 * outputs, inputs, 3, 3)
+        shapes[f"double{k}.bias"] = (4 * outputs,)
+    shapes["last.weight"], shapes["last.bias"] = (channels, widths[-1], 3, 3), (channels,)
+    return shapes
+
+
+def pictures(weights: Mapping[str, Tensor], x: Tensor, size: tuple[int, int]) -> Tensor:
+    """What a decoder makes of activations of scale one, not yet clamped."""
+
+    def conv(name: str, x: Tensor) -> Tensor:
+        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
+
+    if "spread" in weights:
+        x = torch.einsum("nf,chwf->nchw", x, weights["spread"])
+    x = conv("first", x.contiguous(memory_format=torch.channels_last)).relu()
+    for k in range(sum(name.startswith("double") for name in weights) // 2):
+        x = F.pixel_shuffle(conv(f"double{k}", x), 2).relu()
+    if tuple(x.shape[2:]) != size:  # sides that are no power of two times the map's
+        x = F.interpolate(x, size, mode="bilinear", align_corners=False)
+    return conv("last", x)
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    return x.float().square().mean().sqrt().clamp_min(1e-30)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Public images and their activations, in half precision. The first `held` are held out."""
+
+    images: Tensor  # (N, C, H, W) in [0, 1]
+    activations: Tensor  # (N, …)
+    held: int
+    made: int  # how many are random variants of others
+    scale: float | None  # of exactly known activations: what they are divided by
+
+    @classmethod
+    def of(
+        cls, trace: Trace, node: str, record: Images, public: Dataset, records: int,
+        rng: torch.Generator, free_scale: bool, options: Fit,
+    ) -> _Pairs:  # fmt: skip
+        each = 2 * math.prod(_shape(trace, node)) + 4 * math.prod(record.shape)
+        total = max(2 * records, min(options.images, options.memory // each))
+        order = torch.randperm(len(public), generator=rng)[:total]
+        held = max(1, min(HELD, len(order) // 10))
+        images = public.inputs[order].float()
+        if (made := total - len(order)) > 0:
+            picked = held + torch.randint(len(order) - held, (made,), generator=rng)
+            images = torch.cat([images, varied(images[picked], rng)])
+        light = trace.single()
+        at = light.named(node)
+        parts = []
+        with torch.no_grad():
+            for begin in range(0, total, records):
+                # The last batch is filled up: batch norm sees as many records as at the client.
+                rows = torch.arange(begin, begin + records) % total
+                found = light.forward(record.entering(images[rows]), [at])[at]
+                if free_scale:
+                    found = found / root_mean_square(found)
+                parts.append(found[: total - begin].half())
+        activations = torch.cat(parts)
+        if not activations.isfinite().all():
+            raise NotApplicable(
+                f"the activations of {node!r} are not finite on public images, or too large for "
+                "half precision: no decoder can be fitted to them"
+            )
+        scale = None if free_scale else float(root_mean_square(activations))
+        return cls(images, activations, held, max(0, made), scale)
+
+    def read(self, rows: Tensor | slice) -> Tensor:
+        return self.activations[rows].float() / (self.scale or 1.0)
+
+    def decoded(self, weights: Named) -> Tensor:
+        size = (self.images.shape[2], self.images.shape[3])
+        with torch.no_grad():
+            parts = [
+                pictures(weights, self.read(slice(i, min(i + 64, self.held))), size)
+                for i in range(0, self.held, 64)
+            ]
+        return torch.cat(parts).clamp(0, 1)
+
+    def psnr(self, weights: Named) -> float:
+        """The mean over the images held out."""
+        return _decibels(self.decoded(weights), self.images[: self.held])
+
+    def mean_psnr(self) -> float:
+        mean = self.images[self.held :].mean(0)
+        return _decibels(mean.expand(self.held, *mean.shape), self.images[: self.held])
+
+
+def varied(images: Tensor, rng: torch.Generator) -> Tensor:
+    """Each image flipped or not, enlarged and cropped at random, in another light."""
+    n, side = len(images), images.shape[-2:]
+    zoom = 1 - 0.4 * torch.rand(n, generator=rng)  # the part of the sides that is shown
+    mirror = 1 - 2.0 * torch.randint(2, (n,), generator=rng)
+    shift = (2 * torch.rand(n, 2, generator=rng) - 1) * (1 - zoom)[:, None]
+    grid = torch.zeros(n, 2, 3)
+    grid[:, 0, 0], grid[:, 1, 1], grid[:, :, 2] = zoom * mirror, zoom, shift
+    places = F.affine_grid(grid, [n, 1, *side], align_corners=False)
+    shown = F.grid_sample(images, places, padding_mode="reflection", align_corners=False)
+    contrast = 0.6 + 0.8 * torch.rand(n, 1, 1, 1, generator=rng)
+    light = 0.3 * (torch.rand(n, images.shape[1], 1, 1, generator=rng) - 0.5)
+    middle = shown.mean((1, 2, 3), keepdim=True)
+    return (middle + contrast * (shown - middle) + light).clamp(0, 1)
+
+
+def _decibels(guess: Tensor, truth: Tensor) -> float:
+    errors = (guess - truth).square().flatten(1).mean(1).clamp_min(1e-12)
+    return float((-10 * errors.log10()).mean())
+
+
+def _shape(trace: Trace, node: str) -> tuple[int, ...]:
+    return tuple(trace.shape[trace.named(node)])
+
+
+def _first(
+    shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Generator
+) -> list[Tensor]:
+    """Random weights that give about the mean colour."""
+    weights = {
+        name: torch.zeros(shape)
+        if name.endswith("bias")
+        else torch.randn(shape, generator=rng) * math.sqrt(2 / _fan(name, shape))
+        for name, shape in shapes.items()
+    }
+    weights["last.weight"] *= 0.1
+    weights["last.bias"] = pairs.images.mean((0, 2, 3))
+    return [
+        w.contiguous(memory_format=torch.channels_last) if name.endswith("weight") else w
+        for name, w in weights.items()
+    ]
+
+
+def _fan(name: str, shape: tuple[int, ...]) -> int:
+    return shape[-1] if name == "spread" else math.prod(shape[1:])
+
+
+def _stepped(
+    state: State, names: Mapping[str, Any], pairs: _Pairs, options: Fit, rng: torch.Generator
+) -> tuple[State, float]:
+    rows = torch.randint(pairs.held, len(pairs.images), (options.batch,), generator=rng)
+    leaves = [w.detach().requires_grad_() for w in state.weights]
+    size = (pairs.images.shape[2], pairs.images.shape[3])
+    with torch.enable_grad():
+        shown = pictures(dict(zip(names, leaves, strict=True)), pairs.read(rows), size)
+        error = (shown - pairs.images[rows]).square().mean()
+        slopes = torch.autograd.grad(error, leaves)
+    done = state.steps / options.steps
+    lr = options.lr * (0.5 + 0.5 * math.cos(math.pi * done)) * min(1, (state.steps + 1) / WARM)
+    with torch.no_grad():
+        return advance(state, slopes, LocalTraining(optimiser="adam", lr=lr)), float(error.detach())
+
+
+def _state(state: State, best: Named, rng: torch.Generator) -> Named:
+    adam = {f"adam.{i}": tensor for i, tensor in enumerate(state.tensors())}
+    return adam | {f"best.{name}": w for name, w in best.items()} | {"rng": rng.get_state()}
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> Named:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _check(public: Dataset, record: Images, records: int) -> None:
+    if tuple(public.inputs.shape[1:]) != record.shape:
+        raise InputError(
+            f"the public images are {tuple(public.inputs.shape[1:])} and the clients' records "
+            f"{record.shape}: resize them"
+        )
+    if len(public) < 2:
+        raise InputError(
+            f"a decoder needs at least 2 public images, one to be judged on, got {len(public)}"
+        )
+    if records < 1:
+        raise InputError(f"a decoder needs to know the client's batch, got {records} records")
