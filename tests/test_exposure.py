@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from leakgauge import models
 from leakgauge.attacks import Exposure, LayerExposure, exposure, separable
-from leakgauge.attacks._limits import held, overlap_limit, rank_limit
-from leakgauge.attacks._separation import common_maps, row_space, windows
+from leakgauge.attacks._limits import ZEROS, held, overlap_limit, rank_limit
+from leakgauge.attacks._separation import common_maps, row_space, sparse_rays, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.audit import Plan, exposures, parse
 from leakgauge.audit.bench import Bench
@@ -106,9 +106,7 @@ def random_gradient(conv: nn.Conv2d, maps: Tensor) -> Tensor:
         ({"kernel_size": 3, "stride": 2}, 7),
         ({"kernel_size": 5, "stride": 2, "padding": 2}, 8),
         ({"kernel_size": 3, "stride": 2, "padding": 1}, 8),  # padding on one side: the map may move
-        ({"kernel_size": 2, "stride": 2}, 6),  # no overlap
         ({"kernel_size": 2, "stride": 2, "padding": 1}, 6),
-        ({"kernel_size": 1}, 3),
         ({"kernel_size": 3, "dilation": 2, "padding": 2}, 4),  # neighbours share no pixel
         ({"kernel_size": 3, "dilation": 2, "stride": 2}, 9),
     ],
@@ -129,6 +127,12 @@ def test_windows_that_hold_each_other_are_those_that_single_out_the_maps(
     else:
         with pytest.raises(NotApplicable, match="does not single out 2 maps"):
             common_maps(basis, layer, (24, size, size), 2)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (2, 2), (1, 2)])
+def test_windows_without_overlap_hold_nothing(kernel: int, stride: int) -> None:
+    assert not held(6, kernel, stride, 0, 1)
+    assert overlap_limit(nn.Conv2d(24, 90, kernel, stride), 6, 6) == 0
 
 
 @pytest.mark.parametrize(("channels", "enough"), [(16, True), (15, False)])
@@ -185,6 +189,19 @@ def test_overlap_also_tells_what_zero_sums_hide(
     assert solutions(most) == most
     if most == limit:
         assert solutions(limit + 1) > limit + 1
+
+
+@pytest.mark.parametrize(("records", "found"), [(7, 7), (21, 0)])
+def test_too_many_records_for_the_zeros_of_a_map_are_not_found(records: int, found: int) -> None:
+    """At a ninth of its 64 entries all of them, at a third none."""
+    assert (records <= 64 // ZEROS) == (found > 0)
+    maps = torch.randn(records, 64, generator=seeded(), dtype=torch.float64).relu()
+    span = torch.linalg.qr(maps.T).Q
+    if found:
+        assert len(sparse_rays(span, records, seeded())) == found
+    else:
+        with pytest.raises(NotApplicable, match="no sparse non-negative map"):
+            sparse_rays(span, records, seeded())
 
 
 class Joined(nn.Module):

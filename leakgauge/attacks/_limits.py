@@ -14,8 +14,8 @@ from torch import nn
 
 ZEROS = 4
 """Entries that a map must have for each record, so that those that are zero (half of them) single
-it out: the linear programs found all of the records at a seventh or less of the entries, some of
-them at a fifth, none at a third."""
+it out: the linear programs found nearly all records at a ninth of the entries, fewer and fewer
+beyond, none at a third."""
 
 
 def rank_limit(
