@@ -306,10 +306,12 @@ def init(
 def check(
     plan: Annotated[Path, typer.Argument(help="A plan (TOML), or a folder of captured rounds.")],
 ) -> None:
-    """Check a plan, say which of its attacks apply, and forecast time and memory."""
+    """Check a plan, say which of its attacks apply and what an update shows before any of them,
+    and forecast time and memory."""
     from leakgauge import audit as audits
     from leakgauge.audit.public import told
     from leakgauge.audit.result import described
+    from leakgauge.report import terminal
 
     checked = audits.read(plan)
     table = Table(title=f"{escape(checked.name)}: valid", box=box.SIMPLE_HEAD)
@@ -334,6 +336,8 @@ def check(
         f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
+    for exposure in audits.exposures(checked):
+        console.print(terminal.exposure_table(exposure))
     if all(one.reason for one in found.attacks):
         raise NotApplicable("no attack of the plan applies")
 

@@ -8,6 +8,7 @@ from leakgauge.attacks.bayes import BayesAttack
 from leakgauge.attacks.coarse_to_fine import CoarseToFine
 from leakgauge.attacks.dlg import DLG
 from leakgauge.attacks.exact_recursion import ExactRecursion, separable
+from leakgauge.attacks.exposure import Exposure, LayerExposure, exposure
 from leakgauge.attacks.fedavg import FedAvgEpochs
 from leakgauge.attacks.fedleak import FedLeak
 from leakgauge.attacks.gradinversion import GradInversion
@@ -49,12 +50,15 @@ __all__ = [
     "BayesAttack",
     "CoarseToFine",
     "ExactRecursion",
+    "Exposure",
     "FedAvgEpochs",
     "FedLeak",
     "GradInversion",
     "HFGradInv",
     "InvertingGradients",
+    "LayerExposure",
     "SeparateAndDecode",
     "SmoothToSharp",
+    "exposure",
     "separable",
 ]

@@ -676,7 +676,7 @@ def smallest(matrix: Any, count: int) -> tuple[Any, Any]:
     size = len(matrix)
     if size <= 4 * count + 50:
         return scipy.linalg.eigh(matrix, subset_by_index=[0, min(count, size) - 1])  # type: ignore[no-any-return]
-    shift = 1e-9 * float(np.trace(matrix)) / size
+    shift = max(1e-9 * float(np.trace(matrix)) / size, 1e-30)
     factor = scipy.linalg.cho_factor(matrix + shift * np.eye(size), check_finite=False)
     block = np.random.default_rng(0).standard_normal((size, count + 8))
     for _ in range(6):

@@ -15,6 +15,7 @@ from torch import nn
 
 from leakgauge import threat
 from leakgauge._version import __version__
+from leakgauge.attacks import Exposure
 from leakgauge.audit import references
 from leakgauge.audit.cases import Case
 from leakgauge.audit.document import name_of
@@ -53,6 +54,7 @@ def assemble(
     wall: float,
     forecast: Forecast | None,
     interrupted: bool,
+    exposure: tuple[Exposure, ...],
 ) -> Result:
     cpu = sum(trial.times.cpu_seconds for trial in trials)
     tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
@@ -83,6 +85,7 @@ def assemble(
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         ),
         interrupted=interrupted,
+        exposure=exposure,
     )
     return derived(given, [case.id for case in controls], _ladder(plan, rungs))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PureWindowsPath
 from typing import Literal, TypeAlias
 
+from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.document import Document, Limit
 from leakgauge.papers import Paper
 from leakgauge.types import Actor, Realism, Stopped
@@ -410,6 +411,7 @@ class Result:
     references: tuple[Paper, ...]
     times: RunTimes
     interrupted: bool = False
+    exposure: tuple[Exposure, ...] = ()  # one for each number of records behind an update
 
     def __post_init__(self) -> None:
         limits = {metric.name: metric.limit for metric in self.metrics}
