@@ -3,7 +3,7 @@
 Given t, what left a ReLU for every record, up to one common factor, and images to start from (a
 decoder's), the images are searched whose pre-activations p explain t in the modes of the training:
 
-    Σ_active (p − s·t)² + Σ_inactive relu(p)²  over  s²·Σ t²,      s = Σ p·t / Σ t²
+    Σ_active (s·p − t)² + Σ_inactive relu(s·p)²  over  Σ t²,   at the factor s that makes it least
 
 Active are the entries with t > 0. The sum runs over all steps of the round, each with its own
 weights and, where batch norm is in train mode, its own batch. L-BFGS in single precision does it;
@@ -35,7 +35,7 @@ from leakgauge.records import Images
 ROUNDING = 1e-9  # misfit at which single precision has nothing left to give
 PATIENCE = 40  # evaluations without a tenth of progress after which the search ends
 MEMORY = 30  # pairs of L-BFGS
-LEAST = 0.05  # of the common factor, which is positive: this share of what the sizes alone suggest
+LOST = 100.0  # times the median misfit: a record that no image explains
 NEAR = 0.5  # contrasts are tried up to this far from that of the start
 EVEN = 0.25  # pixels with less than this share of an even spread are stored in 8 bits
 PROBE, OPEN = 1.1, 1e-4  # contrast is open if this factor changes the misfit by less than that
@@ -67,7 +67,14 @@ def finish(
     """
     misses = _Misses(traces, groups, node, value, free_scale)
     _check(groups, value, start)
-    found = _searched(misses, start.detach().float(), evaluations, go_on)
+    found, used = _searched(misses, start.detach().float(), evaluations, go_on)
+    with torch.no_grad():
+        each = misses.by_record(found)
+    lost = each > max(LOST * float(each.median()), LOST * ROUNDING)
+    if lost.any() and used < evaluations and go_on(float(each @ misses.shares)):
+        # What no image explains drowns the others: they go on without it.
+        misses.shares = misses.shares.masked_fill(lost, 0.0)
+        found, _ = _searched(misses, found, evaluations - used, go_on)
     with torch.no_grad():
         found = _contrasted(misses, found, start.float(), record)
         return found, misses.by_record(found)
@@ -87,10 +94,9 @@ class _Misses:
         unit = (value / size if free_scale else value).float()
         self._wanted = [unit[group].contiguous() for group in groups]
         self._order = torch.cat(list(groups)).argsort()
-        sizes = [t.square().flatten(1).sum(1) for t in self._wanted]
+        sizes = [t.double().square().flatten(1).sum(1) for t in self._wanted]
         self._sizes = torch.cat(sizes)[self._order].clamp_min(1e-30)
-        self._total = float(self._sizes.double().sum())
-        self.shares = self._sizes / self._total  # of the records in Σ t²
+        self.shares = self._sizes / self._sizes.sum()  # how much each record counts
 
     def _entering(self, images: Tensor, step: int) -> Tensor:
         """What enters the activation; of a pool, a sum or a layer, its value itself."""
@@ -102,24 +108,27 @@ class _Misses:
         return found
 
     def of(self, images: Tensor) -> list[Tensor]:
-        """The misses of every group, in units of its values: their common factor is divided out."""
+        """The misses of every group."""
+        # Convex in what enters the ReLU: on what leaves it, an entry that should be active but is
+        # not would have no slope.
         found = [self._entering(images, step) for step in range(len(self.groups))]
-        scale: Tensor | float = 1.0
+        if self._relu:
+            found = [
+                torch.where(t > 0, p, p.relu()) for p, t in zip(found, self._wanted, strict=True)
+            ]
         if self._free:
-            products = [(p * t).sum() for p, t in zip(found, self._wanted, strict=True)]
-            size = sum(float(p.detach().square().sum()) for p in found) / self._total
-            scale = (torch.stack(products).sum() / self._total).clamp_min(LEAST * size**0.5)
-        misses = []
-        for p, t in zip(found, self._wanted, strict=True):
-            # Convex in what enters the ReLU: on what leaves it, an entry that should be active but
-            # is not would have no slope.
-            miss = torch.where(t > 0, p - scale * t, p.relu()) if self._relu else p - scale * t
-            misses.append(miss / scale)
-        return misses
+            counted = self.shares > 0
+            alike = [(p * t).flatten(1).sum(1) for p, t in zip(found, self._wanted, strict=True)]
+            sizes = [p.square().flatten(1).sum(1) for p in found]
+            above = torch.cat(alike)[self._order][counted].sum()
+            below = torch.cat(sizes)[self._order][counted].sum()
+            factor = above.clamp_min(1e-30) / below.clamp_min(1e-30)
+            found = [factor * p for p in found]
+        return [p - t for p, t in zip(found, self._wanted, strict=True)]
 
     def by_record(self, images: Tensor) -> Tensor:
         """Σ miss² / Σ t² of every record."""
-        misfits = [miss.square().flatten(1).sum(1) for miss in self.of(images)]
+        misfits = [miss.square().flatten(1).double().sum(1) for miss in self.of(images)]
         return torch.cat(misfits)[self._order] / self._sizes
 
     def total(self, images: Tensor) -> float:
@@ -128,8 +137,9 @@ class _Misses:
 
 def _searched(
     misses: _Misses, start: Tensor, evaluations: int, go_on: Callable[[float], bool]
-) -> Tensor:
-    """L-BFGS from the start, and again from the best point when its line search gives up."""
+) -> tuple[Tensor, int]:
+    """The best images, and how many evaluations it took: L-BFGS from the start, and again
+    from the best point when its line search gives up."""
     best, found = math.inf, start.clone()
     history: list[Tensor] = []  # the least misfit of every record so far
     ended = False
@@ -164,7 +174,7 @@ def _searched(
             ended = len(history) - before < 3  # no progress is possible from here
         except _Ended:
             ended = True
-    return found
+    return found, len(history)
 
 
 def _contrasted(misses: _Misses, found: Tensor, start: Tensor, record: Images) -> Tensor:
