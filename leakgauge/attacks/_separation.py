@@ -38,12 +38,17 @@ import torch.nn.functional as F
 from scipy.optimize import linprog
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
+from leakgauge.attacks._layers import gradient_sum, told
 from leakgauge.attacks._path import Path
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import minibatches
-from leakgauge.types import LocalTraining, Named
+from leakgauge.records import pictures
+from leakgauge.types import LocalTraining, Named, Observation
+
+WHO = "the exact separation"
 
 RANK = 3e-6  # singular values below this share of the largest are rounding
 GAP = 1e-3  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
@@ -83,6 +88,45 @@ class Separated:
         while len(chosen) < records:
             chosen.append(int((rows @ rows[chosen].T).max(1).values.argmin()))
         return torch.tensor(chosen)
+
+
+def traced(seen: Observation) -> Trace:
+    """The graph of the observed model, in the modes of the training."""
+    training, _ = told(seen, WHO)
+    return Trace(seen.model, seen.record.shape, train=training.batch_norm == "train")
+
+
+def separable(seen: Observation, rng: torch.Generator) -> Separated:
+    """A client's check before sending: what a server could read of each record in this update,
+    without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
+    in this way."""
+    gradient = gradient_of(seen)
+    training, records = told(seen, WHO)
+    return separate(traced(seen), gradient, records, rng, training)
+
+
+def gradient_of(seen: Observation) -> Named:
+    """The sum of the gradients of all local steps behind an update, in double precision."""
+    training, _ = told(seen, WHO)
+    pictures(seen.record)
+    _refuse(seen.model, training)
+    return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
+
+
+def _refuse(model: nn.Module, training: LocalTraining) -> None:
+    refusals = {
+        f"an update by {training.optimiser!r} is rescaled entry by entry": (
+            training.optimiser != "sgd"
+        ),
+        "dropout hides part of the network": training.dropout != "off" and _has(model, _DropoutNd),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise NotApplicable(f"{WHO} needs plain steps of SGD, but {reason}")
+
+
+def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def separate(
