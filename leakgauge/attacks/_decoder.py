@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leakgauge.attacks._matching import cosine
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import State, advance, start
@@ -48,7 +49,7 @@ class Fit:
     crops, flips and changes of light make up the number. `memory` bounds the bytes that their
     activations take: fewer images are used if it is short."""
 
-    steps: int = option(3000, count(10_000_000))
+    steps: int = option(1500, count(10_000_000))
     batch: int = option(16, count(100_000))
     lr: float = option(2e-3, POSITIVE)
     width: int = option(96, count(100_000))
@@ -75,59 +76,44 @@ def fit(
     not seen (`psnr`, in decibels, and that of their mean image: `mean_psnr`).
     """
     options, resources = options or Fit(), resources or Resources()
-    began, spent = time.process_time(), 0.0
+    began = time.process_time()
     deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
     _check(public, record, records)
-    shapes = layout(_shape(trace, node), record.shape, options.width)
+    known = _shape(trace, node)
+    shapes = layout(known, record.shape, options.width)
     checkpoint = resources.checkpoint
     before = checkpoint.load() if checkpoint is not None else None
     if before is not None and before.facts["finished"]:
-        return Kept(_named(before.tensors, "best."), before.facts["facts"])
+        return Kept(before.tensors, before.facts["facts"])
     pairs = _Pairs.of(trace, node, record, public, records, rng, free_scale, options)
-    state = start(_first(shapes, pairs, rng), LocalTraining(optimiser="adam"))
-    best, score, since = dict(zip(shapes, state.weights, strict=True)), -math.inf, 0
-    if before is not None:
-        held = before.facts
-        state = replace(
-            state.with_tensors([before.tensors[f"adam.{i}"] for i in range(len(state.tensors()))]),
-            steps=held["step"],
-        )
-        rng.set_state(before.tensors["rng"])
-        best, score, since = _named(before.tensors, "best."), held["score"], held["since"]
-        spent = held["cpu_seconds"]
-    while state.steps < options.steps and since < PATIENCE and time.monotonic() < deadline:
-        state, error = _stepped(state, shapes, pairs, options, rng)
+    now = _begun(shapes, pairs, rng) if before is None else _continued(shapes, before, rng)
+    spent, step = now.cpu_seconds, now.adam.steps
+    while step < options.steps and now.since < PATIENCE and time.monotonic() < deadline:
+        adam, error = _stepped(now.adam, list(shapes), pairs, options, rng)
+        now, step = replace(now, adam=adam), adam.steps
         if resources.progress is not None:
-            resources.progress(state.steps, options.steps, error)
-        if state.steps % EVERY and state.steps != options.steps:
-            continue
-        now = pairs.psnr(dict(zip(shapes, state.weights, strict=True)))
-        since = 0 if now > score + GAIN else since + 1
-        if now > score:
-            best, score = dict(zip(shapes, state.weights, strict=True)), now
-        if checkpoint is not None:
-            facts = {"step": state.steps, "score": score, "since": since, "finished": False}
-            facts["cpu_seconds"] = spent + time.process_time() - began
-            checkpoint.save(Kept(_state(state, best, rng), facts))
-    facts = {
+            resources.progress(step, options.steps, error)
+        if step % EVERY == 0 or step == options.steps:
+            now = _judged(now, list(shapes), pairs, spent + time.process_time() - began)
+            if checkpoint is not None:
+                checkpoint.save(_kept(now, rng))
+    facts: dict[str, Any] = {
         "node": node,
+        "known": list(known),
         "shape": list(record.shape),
-        "known": list(_shape(trace, node)),
         "scale": pairs.scale,
         "public": public.name,
-        "images": len(public),
-        "used": len(pairs.images),
-        "made": pairs.made,
-        "psnr": pairs.psnr(best),
+        "public_images": len(public),
+        "used": len(pairs.images) - pairs.made,
+        "variants": pairs.made,
+        "psnr": pairs.psnr(now.best),
         "mean_psnr": pairs.mean_psnr(),
-        "steps": state.steps,
+        "steps": step,
         "cpu_seconds": spent + time.process_time() - began,
     }
-    ended = state.steps == options.steps or since >= PATIENCE
-    if checkpoint is not None and ended:
-        done = {"finished": True, "facts": facts}
-        checkpoint.save(Kept({f"best.{name}": w for name, w in best.items()}, done))
-    return Kept(best, facts)
+    if checkpoint is not None and (step == options.steps or now.since >= PATIENCE):
+        checkpoint.save(Kept(now.best, {"finished": True, "facts": facts}))
+    return Kept(now.best, facts)
 
 
 def decode(kept: Kept, activations: Tensor) -> Tensor:
@@ -140,12 +126,12 @@ def decode(kept: Kept, activations: Tensor) -> Tensor:
         )
     scale = kept.facts["scale"] or root_mean_square(activations)
     _, *size = kept.facts["shape"]
-    return torch.cat(
-        [
-            pictures(kept.tensors, part / scale, (size[0], size[1])).clamp(0, 1)
-            for part in activations.float().split(64)
+    with torch.no_grad():
+        parts = [
+            pictures(kept.tensors, activations[i : i + 64].float() / scale, (size[0], size[1]))
+            for i in range(0, len(activations), 64)
         ]
-    )
+    return torch.cat(parts).clamp(0, 1)
 
 
 def layout(
@@ -242,18 +228,16 @@ class _Pairs:
     def read(self, rows: Tensor | slice) -> Tensor:
         return self.activations[rows].float() / (self.scale or 1.0)
 
-    def decoded(self, weights: Named) -> Tensor:
-        size = (self.images.shape[2], self.images.shape[3])
-        with torch.no_grad():
-            parts = [
-                pictures(weights, self.read(slice(i, min(i + 64, self.held))), size)
-                for i in range(0, self.held, 64)
-            ]
-        return torch.cat(parts).clamp(0, 1)
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.images.shape[2], self.images.shape[3]
 
     def psnr(self, weights: Named) -> float:
         """The mean over the images held out."""
-        return _decibels(self.decoded(weights), self.images[: self.held])
+        rows = [slice(i, min(i + 64, self.held)) for i in range(0, self.held, 64)]
+        with torch.no_grad():
+            shown = torch.cat([pictures(weights, self.read(part), self.size) for part in rows])
+        return _decibels(shown.clamp(0, 1), self.images[: self.held])
 
     def mean_psnr(self) -> float:
         mean = self.images[self.held :].mean(0)
@@ -285,51 +269,79 @@ def _shape(trace: Trace, node: str) -> tuple[int, ...]:
     return tuple(trace.shape[trace.named(node)])
 
 
-def _first(
-    shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Generator
-) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Fitted:
+    """A decoder on its way, and the best so far by the images held out."""
+
+    adam: State
+    best: Named
+    psnr: float = -math.inf
+    since: int = 0  # looks without progress
+    cpu_seconds: float = 0.0
+
+
+def _begun(shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Generator) -> _Fitted:
     """Random weights that give about the mean colour."""
-    weights = {
-        name: torch.zeros(shape)
-        if name.endswith("bias")
-        else torch.randn(shape, generator=rng) * math.sqrt(2 / _fan(name, shape))
-        for name, shape in shapes.items()
-    }
+    weights: Named = {}
+    for name, shape in shapes.items():
+        fan = shape[-1] if name == "spread" else math.prod(shape[1:])
+        weights[name] = torch.randn(shape, generator=rng) * math.sqrt(2 / fan)
+        if name.endswith("bias"):
+            weights[name] = torch.zeros(shape)
     weights["last.weight"] *= 0.1
     weights["last.bias"] = pairs.images.mean((0, 2, 3))
-    return [
-        w.contiguous(memory_format=torch.channels_last) if name.endswith("weight") else w
-        for name, w in weights.items()
-    ]
-
-
-def _fan(name: str, shape: tuple[int, ...]) -> int:
-    return shape[-1] if name == "spread" else math.prod(shape[1:])
+    return _Fitted(start(list(weights.values()), LocalTraining(optimiser="adam")), weights)
 
 
 def _stepped(
-    state: State, names: Mapping[str, Any], pairs: _Pairs, options: Fit, rng: torch.Generator
+    adam: State, names: Sequence[str], pairs: _Pairs, options: Fit, rng: torch.Generator
 ) -> tuple[State, float]:
+    """One step, and the squared error per pixel before it."""
     rows = torch.randint(pairs.held, len(pairs.images), (options.batch,), generator=rng)
-    leaves = [w.detach().requires_grad_() for w in state.weights]
-    size = (pairs.images.shape[2], pairs.images.shape[3])
+    leaves = [w.detach().requires_grad_() for w in adam.weights]
     with torch.enable_grad():
-        shown = pictures(dict(zip(names, leaves, strict=True)), pairs.read(rows), size)
+        shown = pictures(dict(zip(names, leaves, strict=True)), pairs.read(rows), pairs.size)
         error = (shown - pairs.images[rows]).square().mean()
         slopes = torch.autograd.grad(error, leaves)
-    done = state.steps / options.steps
-    lr = options.lr * (0.5 + 0.5 * math.cos(math.pi * done)) * min(1, (state.steps + 1) / WARM)
+    done = adam.steps / options.steps
+    lr = options.lr * cosine()(done) * min(1, (adam.steps + 1) / WARM)
     with torch.no_grad():
-        return advance(state, slopes, LocalTraining(optimiser="adam", lr=lr)), float(error.detach())
+        return advance(adam, slopes, LocalTraining(optimiser="adam", lr=lr)), float(error.detach())
 
 
-def _state(state: State, best: Named, rng: torch.Generator) -> Named:
-    adam = {f"adam.{i}": tensor for i, tensor in enumerate(state.tensors())}
-    return adam | {f"best.{name}": w for name, w in best.items()} | {"rng": rng.get_state()}
+def _judged(now: _Fitted, names: Sequence[str], pairs: _Pairs, cpu_seconds: float) -> _Fitted:
+    weights = dict(zip(names, now.adam.weights, strict=True))
+    found = pairs.psnr(weights)
+    return replace(
+        now,
+        best=weights if found > now.psnr else now.best,
+        psnr=max(found, now.psnr),
+        since=0 if found > now.psnr + GAIN else now.since + 1,
+        cpu_seconds=cpu_seconds,
+    )
 
 
-def _named(tensors: Mapping[str, Tensor], prefix: str) -> Named:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+def _kept(now: _Fitted, rng: torch.Generator) -> Kept:
+    """The fit so far, with its generator."""
+    adam = {f"adam.{i}": tensor for i, tensor in enumerate(now.adam.tensors())}
+    best = {f"best.{name}": tensor for name, tensor in now.best.items()}
+    facts = {"step": now.adam.steps, "psnr": now.psnr, "since": now.since, "finished": False}
+    return Kept(adam | best | {"rng": rng.get_state()}, facts | {"cpu_seconds": now.cpu_seconds})
+
+
+def _continued(shapes: Mapping[str, tuple[int, ...]], kept: Kept, rng: torch.Generator) -> _Fitted:
+    tensors, facts = kept.tensors, kept.facts
+    best = {name: tensors[f"best.{name}"] for name in shapes}
+    adam = start(list(best.values()), LocalTraining(optimiser="adam"))
+    adam = adam.with_tensors([tensors[f"adam.{i}"] for i in range(len(adam.tensors()))])
+    rng.set_state(tensors["rng"])
+    return _Fitted(
+        replace(adam, steps=facts["step"]),
+        best,
+        facts["psnr"],
+        facts["since"],
+        facts["cpu_seconds"],
+    )
 
 
 def _check(public: Dataset, record: Images, records: int) -> None:

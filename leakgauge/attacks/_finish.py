@@ -3,7 +3,7 @@
 Given t, what left a ReLU for every record, up to one common factor, and images to start from (a
 decoder's), the images are searched whose pre-activations p explain t in the modes of the training:
 
-    Σ_active (p − s·t)² + Σ_inactive relu(p)²  over  s²·Σ t²,      s = Σ p·t / Σ t²
+    Σ_active (s·p − t)² + Σ_inactive relu(s·p)²  over  Σ t²,   at the factor s that makes it least
 
 Active are the entries with t > 0. The sum runs over all steps of the round, each with its own
 weights and, where batch norm is in train mode, its own batch. L-BFGS in single precision does it;
@@ -11,8 +11,12 @@ it is the start that decides: from a decoder's images the misfit falls to roundi
 search sticks.
 
 Batch norm in train mode leaves the contrast of a batch open: a·x gives the activations of x, but
-for the norm's ε. A decoder's image is about the mean of all images with such activations, so that
-what it lacks is orthogonal to it: a = ‖d‖²/⟨d, x⟩.
+for the norm's ε. Two things tell a:
+
+1. Pictures are stored in 8 bits: with the right a all pixels are whole numbers of 1/255, with any
+   other they are spread evenly between two of them.
+2. Where they are not, the start: a decoder's image is about the mean of all images with such
+   activations, so that what it lacks is orthogonal to it, and a = ‖d‖²/⟨d, x⟩.
 """
 
 from __future__ import annotations
@@ -26,10 +30,14 @@ from torch import Tensor
 from leakgauge.attacks._matching import lbfgs
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.records import Images
 
 ROUNDING = 1e-9  # misfit at which single precision has nothing left to give
 PATIENCE = 40  # evaluations without a tenth of progress after which the search ends
 MEMORY = 30  # pairs of L-BFGS
+LOST = 100.0  # times the median misfit: a record that no image explains
+NEAR = 0.5  # contrasts are tried up to this far from that of the start
+EVEN = 0.25  # pixels with less than this share of an even spread are stored in 8 bits
 PROBE, OPEN = 1.1, 1e-4  # contrast is open if this factor changes the misfit by less than that
 
 
@@ -43,6 +51,7 @@ def finish(
     node: str,
     value: Tensor,
     start: Tensor,
+    record: Images,
     *,
     free_scale: bool,
     evaluations: int = 600,
@@ -58,9 +67,16 @@ def finish(
     """
     misses = _Misses(traces, groups, node, value, free_scale)
     _check(groups, value, start)
-    found = _searched(misses, start.detach().float(), evaluations, go_on)
+    found, used = _searched(misses, start.detach().float(), evaluations, go_on)
     with torch.no_grad():
-        found = _contrasted(misses, found, start.float())
+        each = misses.by_record(found)
+    lost = each > max(LOST * float(each.median()), LOST * ROUNDING)
+    if lost.any() and used < evaluations and go_on(float(each @ misses.shares)):
+        # What no image explains drowns the others: they go on without it.
+        misses.shares = misses.shares.masked_fill(lost, 0.0)
+        found, _ = _searched(misses, found, evaluations - used, go_on)
+    with torch.no_grad():
+        found = _contrasted(misses, found, start.float(), record)
         return found, misses.by_record(found)
 
 
@@ -74,10 +90,13 @@ class _Misses:
         self.node, self.groups, self._free = node, groups, free_scale
         self._relu = traces[0].kind[traces[0].named(node)] == "relu"
         self._light = [trace.single() for trace in traces]
-        self._size = value.double().square().mean().sqrt().clamp_min(1e-30)
-        unit = (value / self._size if free_scale else value).float()
+        size = value.double().square().mean().sqrt().clamp_min(1e-30)
+        unit = (value / size if free_scale else value).float()
         self._wanted = [unit[group].contiguous() for group in groups]
-        self._total = sum(float(t.double().square().sum()) for t in self._wanted)
+        self._order = torch.cat(list(groups)).argsort()
+        sizes = [t.double().square().flatten(1).sum(1) for t in self._wanted]
+        self._sizes = torch.cat(sizes)[self._order].clamp_min(1e-30)
+        self.shares = self._sizes / self._sizes.sum()  # how much each record counts
 
     def _entering(self, images: Tensor, step: int) -> Tensor:
         """What enters the activation; of a pool, a sum or a layer, its value itself."""
@@ -89,55 +108,64 @@ class _Misses:
         return found
 
     def of(self, images: Tensor) -> list[Tensor]:
-        """The misses of every group, in units of its values: their common factor is divided out."""
+        """The misses of every group."""
+        # Convex in what enters the ReLU: on what leaves it, an entry that should be active but is
+        # not would have no slope.
         found = [self._entering(images, step) for step in range(len(self.groups))]
-        scale: Tensor | float = 1.0
+        if self._relu:
+            found = [
+                torch.where(t > 0, p, p.relu()) for p, t in zip(found, self._wanted, strict=True)
+            ]
         if self._free:
-            scale = sum((p * t).sum() for p, t in zip(found, self._wanted, strict=True))
-            scale = (scale / self._total).clamp_min(1e-3)
-        misses = []
-        for p, t in zip(found, self._wanted, strict=True):
-            # Convex in what enters the ReLU: on what leaves it, an entry that should be active but
-            # is not would have no slope.
-            miss = torch.where(t > 0, p - scale * t, p.relu()) if self._relu else p - scale * t
-            misses.append(miss / scale)
-        return misses
-
-    def total(self, images: Tensor) -> Tensor:
-        return torch.stack([miss.square().sum() for miss in self.of(images)]).sum() / self._total
+            counted = self.shares > 0
+            alike = [(p * t).flatten(1).sum(1) for p, t in zip(found, self._wanted, strict=True)]
+            sizes = [p.square().flatten(1).sum(1) for p in found]
+            above = torch.cat(alike)[self._order][counted].sum()
+            below = torch.cat(sizes)[self._order][counted].sum()
+            factor = above.clamp_min(1e-30) / below.clamp_min(1e-30)
+            found = [factor * p for p in found]
+        return [p - t for p, t in zip(found, self._wanted, strict=True)]
 
     def by_record(self, images: Tensor) -> Tensor:
-        misfits = images.new_zeros(len(images))
-        for group, miss, t in zip(self.groups, self.of(images), self._wanted, strict=True):
-            size = t.square().flatten(1).sum(1).clamp_min(1e-30)
-            misfits[group] = miss.square().flatten(1).sum(1) / size
-        return misfits
+        """Σ miss² / Σ t² of every record."""
+        misfits = [miss.square().flatten(1).double().sum(1) for miss in self.of(images)]
+        return torch.cat(misfits)[self._order] / self._sizes
+
+    def total(self, images: Tensor) -> float:
+        return float(self.by_record(images) @ self.shares)
 
 
 def _searched(
     misses: _Misses, start: Tensor, evaluations: int, go_on: Callable[[float], bool]
-) -> Tensor:
-    """L-BFGS from the start, and again from the best point when its line search gives up."""
-    best, found, history = math.inf, start.clone(), [math.inf]
+) -> tuple[Tensor, int]:
+    """The best images, and how many evaluations it took: L-BFGS from the start, and again
+    from the best point when its line search gives up."""
+    best, found = math.inf, start.clone()
+    history: list[Tensor] = []  # the least misfit of every record so far
     ended = False
-    while not ended and len(history) <= evaluations:
+    while not ended and len(history) < evaluations:
         before = len(history)
         image = found.contiguous().clone().requires_grad_()
-        search = lbfgs([image], evaluations - before + 1, MEMORY)
+        search = lbfgs([image], evaluations - before, MEMORY)
 
         def evaluated(image: Tensor = image, search: torch.optim.LBFGS = search) -> Tensor:
             nonlocal best, found
             search.zero_grad()
             with torch.enable_grad():
-                loss = misses.total(image)
+                each = misses.by_record(image)
+                loss = each @ misses.shares
             if not loss.requires_grad:
                 raise NotApplicable(f"no derivative leads from {misses.node!r} back to the image")
             loss.backward()  # type: ignore[no-untyped-call]
             if (now := float(loss.detach())) < best:
                 best, found = now, image.detach().clone()
-            history.append(best)
-            stuck = len(history) > PATIENCE and best > 0.9 * history[-PATIENCE]
-            if not go_on(best) or best < ROUNDING or stuck:
+            least = each.detach().nan_to_num(math.inf).clamp_min(ROUNDING)
+            history.append(torch.minimum(least, history[-1]) if history else least)
+            # A record that cannot be explained must not end the search for the others.
+            still = history[-1] <= ROUNDING
+            if len(history) > PATIENCE:
+                still |= history[-1] > 0.9 * history[-PATIENCE]
+            if not go_on(best) or bool(still.all()):
                 raise _Ended
             return loss
 
@@ -146,21 +174,45 @@ def _searched(
             ended = len(history) - before < 3  # no progress is possible from here
         except _Ended:
             ended = True
-    return found
+    return found, len(history)
 
 
-def _contrasted(misses: _Misses, found: Tensor, start: Tensor) -> Tensor:
-    """The images with the contrast of the start in every group whose values leave it open."""
+def _contrasted(misses: _Misses, found: Tensor, start: Tensor, record: Images) -> Tensor:
+    """The images with the right contrast in every group whose values leave it open."""
     found = found.clone()
     for group in misses.groups:
         probe = found.clone()
         probe[group] *= PROBE
-        if abs(float(misses.total(probe) - misses.total(found))) < OPEN:
-            d, x = start[group], found[group]
-            share = float((d * d).sum() / (d * x).sum())
-            if share > 0:
-                found[group] = share * x
+        if abs(misses.total(probe) - misses.total(found)) > OPEN:
+            continue
+        d, x = start[group], found[group]
+        share = float((d * d).sum() / (d * x).sum())
+        if share > 0:
+            found[group] = stored(share * x, record) * share * x
     return found
+
+
+def stored(images: Tensor, record: Images) -> float:
+    """The factor near 1 by which these images, as they enter the model, have pixels of 8 bits; 1 if
+    none makes them so."""
+    zero = 255 * record.leaving(torch.zeros_like(images)).double().flatten()
+    steps = 255 * record.leaving(images).double().flatten() - zero
+
+    def spread(share: float) -> float:
+        """How far pixels are from whole numbers: 1 if they lie anywhere."""
+        levels = zero + share * steps
+        return float((levels - levels.round()).square().mean()) * 12
+
+    reach = float(steps.square().mean().sqrt().clamp_min(1.0))
+    # Pixels are about `reach` levels from where contrast leaves them: shares an eighth of a level
+    # apart there miss no minimum.
+    count = min(int(8 * NEAR * reach) + 1, 4000)
+    shares = [1 + NEAR * (k / count) for k in range(-count, count + 1)]
+    share = min(shares, key=spread)
+    for _ in range(4):  # least squares to the levels next to them
+        levels = (zero + share * steps).round()
+        share = float(((levels - zero) * steps).sum() / steps.square().sum().clamp_min(1e-30))
+    return share if spread(share) < EVEN else 1.0
 
 
 def _check(groups: Sequence[Tensor], value: Tensor, start: Tensor) -> None:

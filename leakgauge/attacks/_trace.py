@@ -145,13 +145,14 @@ class Trace:
 
     def named(self, name: str) -> fx.Node:
         """The node of this name: traces of one network at different weights share their names."""
-        return next(node for node in self.nodes if node.name == name)
+        found: fx.Node = next(node for node in self.nodes if node.name == name)
+        return found
 
     def single(self) -> Trace:
         """The same graph in single precision, to run it fast; what batch norms in train mode see
         moves none of their running statistics."""
         light = copy.copy(self)
-        light.module = copy.deepcopy(self.module).float().to(memory_format=torch.channels_last)
+        light.module = copy.deepcopy(self.module).float()
         for node in self.norms:
             norm: Any = light.module.get_submodule(str(node.target))
             norm.running_mean = norm.running_var = norm.num_batches_tracked = None

@@ -1,0 +1,211 @@
+"""The search from a decoder's images to those that explain the activations of a round."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import leakgauge as lg
+from leakgauge.attacks._finish import finish, stored
+from leakgauge.attacks._trace import Trace
+from leakgauge.errors import InputError, NotApplicable
+from leakgauge.records import Images
+
+SHAPE = (3, 16, 16)
+NODE = "layer1_0_act2"
+RECORD = Images(SHAPE, (0.45,), (0.25,))
+
+
+def network(seed: int) -> nn.Module:
+    rng = torch.Generator().manual_seed(seed)
+    return lg.models.make("resnet-10", shape=SHAPE, classes=10, rng=rng, width=0.25)
+
+
+def images(count: int, seed: int = 1) -> Tensor:
+    """Smooth random pictures, as they enter the model."""
+    rng = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, 3, 6, 6, generator=rng)
+    return nn.functional.interpolate(coarse, SHAPE[1:], mode="bilinear")
+
+
+def blurred(truth: Tensor, seed: int = 2) -> Tensor:
+    """What a decoder might give: less than the truth, orthogonal to what it lacks."""
+    rng = torch.Generator().manual_seed(seed)
+    soft = nn.functional.avg_pool2d(truth, 3, 1, 1, count_include_pad=False)
+    soft = soft + 0.2 * torch.randn(truth.shape, generator=rng)
+    return soft * (soft * truth).sum() / soft.square().sum()
+
+
+def values(trace: Trace, batch: Tensor, node: str = NODE) -> Tensor:
+    at = trace.named(node)
+    with torch.no_grad():
+        found: Tensor = trace.forward(batch.double(), [at])[at]
+    return found
+
+
+def off(guess: Tensor, truth: Tensor) -> float:
+    return float((guess - truth).norm() / truth.norm())
+
+
+def affinely_off(guess: Tensor, truth: Tensor) -> float:
+    """What is left when the contrast of all is set right."""
+    return off(guess * (guess * truth).sum() / guess.square().sum(), truth)
+
+
+def test_finds_a_batch_in_train_mode_up_to_a_scale_of_its_activations() -> None:
+    trace, truth = Trace(network(0), SHAPE, train=True), images(4)
+    begin = blurred(truth)
+    one = [torch.arange(4)]
+    heard: list[float] = []
+
+    def listen(misfit: float) -> bool:
+        heard.append(misfit)
+        return True
+
+    found, misfits = finish(
+        [trace],
+        one,
+        NODE,
+        0.01 * values(trace, truth),
+        begin,
+        RECORD,
+        free_scale=True,
+        go_on=listen,
+    )
+    assert off(begin, truth) > 0.2
+    assert affinely_off(found, truth) < 1e-3
+    assert misfits.max() < 1e-6
+    assert off(found, truth) < 0.02  # contrast is that of the start
+    assert heard[-1] < 1e-5 * heard[0]
+    assert len(heard) <= 600
+    twice, _ = finish(
+        [trace], one, NODE, values(trace, truth), 1.5 * begin, RECORD, free_scale=True
+    )
+    share = float((twice * truth).sum() / truth.square().sum())
+    assert share == pytest.approx(1.5, abs=0.05)
+
+
+def test_finds_a_batch_in_eval_mode_with_its_contrast() -> None:
+    trace, truth = Trace(network(0), SHAPE), images(3)
+    wrong = 0.8 * blurred(truth)  # its contrast is not taken: the activations tell it
+    value = values(trace, truth)
+    found, misfits = finish(
+        [trace], [torch.arange(3)], NODE, value, wrong, RECORD, free_scale=False
+    )
+    assert off(found, truth) < 1e-3
+    assert misfits.max() < 1e-6
+
+
+def test_pixels_of_8_bits_tell_the_contrast() -> None:
+    trace = Trace(network(0), SHAPE, train=True)
+    pixels = (RECORD.leaving(images(4)).clamp(0, 1) * 255).round() / 255
+    truth = RECORD.entering(pixels)
+    begin = 0.9 * blurred(truth)
+    one = [torch.arange(4)]
+    found, _ = finish([trace], one, NODE, values(trace, truth), begin, RECORD, free_scale=True)
+    assert off(found, truth) < 2e-3
+
+
+def test_contrast_is_read_from_pixels_of_8_bits_alone() -> None:
+    pixels = (RECORD.leaving(images(4)).clamp(0, 1) * 255).round() / 255
+    truth = RECORD.entering(pixels)
+    for share in (0.7, 0.98, 1.0, 1.3):
+        assert stored(truth / share, RECORD) == pytest.approx(share, rel=1e-5)
+    assert stored(images(4), RECORD) == 1.0  # these were never stored
+    assert stored(truth + 0.02 * torch.randn(truth.shape), RECORD) == 1.0
+    assert stored(torch.zeros_like(truth), RECORD) == 1.0
+
+
+def test_every_step_has_its_own_weights_and_its_own_batch() -> None:
+    traces = [Trace(network(seed), SHAPE, train=True) for seed in (0, 1)]
+    truth = images(6)
+    truth[[1, 3, 5]] *= 3.0  # another batch, with other statistics
+    groups = [torch.tensor([0, 2, 4]), torch.tensor([5, 1, 3])]
+    value = torch.zeros(6, *traces[0].shape[traces[0].named(NODE)], dtype=torch.float64)
+    for trace, group in zip(traces, groups, strict=True):
+        value[group] = values(trace, truth[group])
+    begin = truth.clone()
+    for group in groups:
+        begin[group] = blurred(truth[group])
+    found, misfits = finish(traces, groups, NODE, value, begin, RECORD, free_scale=True)
+    assert misfits.max() < 1e-5
+    for group in groups:
+        assert affinely_off(found[group], truth[group]) < 5e-3
+        assert off(found[group], truth[group]) < 0.03
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_spoilt_record_is_told_by_its_misfit_and_spoils_no_other(free: bool) -> None:
+    trace, truth = Trace(network(0), SHAPE), images(6)
+    value = values(trace, truth)
+    value[1] = value[1].flip(-1).roll(3, 0)  # no image gives these
+    found, misfits = finish(
+        [trace], [torch.arange(6)], NODE, value, blurred(truth), RECORD, free_scale=free
+    )
+    others = [0, 2, 3, 4, 5]
+    assert misfits[1] > 1e-2
+    assert misfits[others].max() < 1e-6
+    assert affinely_off(found[others], truth[others]) < 5e-3
+
+
+def test_inactive_entries_tell_too() -> None:
+    # Eight numbers, of which each ReLU shows the positive ones: what is inactive is not positive.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(8))
+    trace = Trace(model, (2, 2, 2))
+    node = next(n.name for n in trace.nodes if trace.kind[n] == "relu")
+    truth = torch.tensor([1.0, -1, 2, -2, 3, -3, 4, -4]).view(1, 2, 2, 2)
+    value = values(trace, truth, node)
+    begin = torch.full_like(truth, 0.5)
+    begin[0, 1] = -0.5  # some of the inactive stand above zero, some below
+    found, misfits = finish(
+        [trace], [torch.arange(1)], node, value, begin, RECORD, free_scale=False
+    )
+    active = truth > 0
+    assert torch.allclose(found[active], truth[active], atol=1e-3)
+    assert (found[~active] < 1e-3).all()
+    assert misfits.max() < 1e-6
+    assert torch.allclose(found[~active & (begin < 0)], torch.tensor(-0.5))  # they explain it
+
+
+def test_time_ends_it() -> None:
+    trace, truth = Trace(network(0), SHAPE, train=True), images(3)
+    calls: list[float] = []
+
+    def five(misfit: float) -> bool:
+        calls.append(misfit)
+        return len(calls) < 5
+
+    value, begin = values(trace, truth), blurred(truth)
+    found, misfits = finish(
+        [trace], [torch.arange(3)], NODE, value, begin, RECORD, free_scale=True, go_on=five
+    )
+    assert len(calls) == 5
+    assert found.isfinite().all()
+    assert misfits.isfinite().all()
+
+
+def test_refusals_say_what_to_do() -> None:
+    trace, truth = Trace(network(0), SHAPE, train=True), images(3)
+    value = values(trace, truth)
+    with pytest.raises(InputError, match=r"every record in one group.*\[0, 1, 1\]"):
+        finish([trace], [torch.tensor([0, 1, 1])], NODE, value, truth, RECORD, free_scale=True)
+    with pytest.raises(InputError, match="3 values, 2 starts"):
+        finish([trace], [torch.arange(3)], NODE, value, truth[:2], RECORD, free_scale=True)
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.head = nn.ReLU(), nn.Linear(12, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.act((x > 1).to(x.dtype)).flatten(1))
+            return out
+
+    cut = Trace(Cut(), (3, 2, 2))
+    node = next(n.name for n in cut.nodes if cut.kind[n] == "relu")
+    small = torch.rand(2, 3, 2, 2) * 4
+    value = values(cut, small, node)
+    with pytest.raises(NotApplicable, match="no derivative leads from 'act' back to the image"):
+        finish([cut], [torch.arange(2)], node, value, small, RECORD, free_scale=False)
