@@ -10,7 +10,7 @@ For cross-entropy over n records with features h_i and softmax p_i the last laye
 | `yin`     | Yin et al., GradInversion, CVPR 2021         | records ≤ classes, no repeats     |
 | `fedleak` | Fan et al., FedLeak, 2025, §5                | any batch                         |
 | `counts`  | after Ma et al., iLRG, 2023                  | any batch, any number of steps    |
-| `separated` | our own: exact separation                  | while a layer tells records apart |
+| `separated` | ours, after SPEAR: exact separation        | while a layer tells records apart |
 
 `counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). As p̄_c is not negative, each
 is at least −n∂b_c, rounded up: where these add up to n, as for one record always, they are the
