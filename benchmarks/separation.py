@@ -38,10 +38,10 @@ from sources import commit
 from torch import Tensor, fx, nn
 
 from leakgauge import metrics, models, threat
-from leakgauge.attacks import ATTACKS, SeparateAndDecode, exposure
+from leakgauge.attacks import ATTACKS, SeparateAndDecode, exposure, separable
 from leakgauge.attacks._decoder import decode
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import Read, separable
+from leakgauge.attacks.exact_recursion import Read
 from leakgauge.defences import Clip, Prune
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
