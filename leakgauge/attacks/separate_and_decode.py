@@ -48,7 +48,7 @@ class SeparateAndDecode:
     """Reads activations exactly, decodes, searches (our own)."""
 
     papers: ClassVar[tuple[Paper, ...]] = ExactRecursion.papers
-    steps: int = option(1500, count(10_000_000))  # of the decoder's fit
+    steps: int = option(1000, count(10_000_000))  # of the decoder's fit
     images: int = option(9000, count(10_000_000))  # public ones that it uses, at most
     evaluations: int = option(300, count(10_000_000))  # of the finish, of all images at once
     replays: int = option(1, count(1000))  # of the training, where it had several steps
