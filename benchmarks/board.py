@@ -5,7 +5,7 @@
     python benchmarks/board.py --rows 'c2f-*' --seconds 600
     python benchmarks/board.py --again --rows 'ci/*'   run anew what is older than its code
     python benchmarks/board.py --render                write docs/board.md and its figure
-    python benchmarks/board.py --tune 4 --rows 'twin-*/smooth-to-sharp' --set errors=false
+    python benchmarks/board.py --tune 4 --rows 'twin-*/smooth-to-sharp' --set 'errors="own"'
                                                        try options on four TUNE pairs, keep nothing
 
 The rows are plain data in `board_rows.py`; what was run is kept by `board_state.py` and shown by

@@ -1,6 +1,6 @@
 """Trains a network for the rows on trained models, and keeps it at several stages.
 
-    python benchmarks/train_network.py --model resnet-10 --out DIR [--epochs 16,11]
+    python benchmarks/train_network.py --model resnet-10 --out DIR [--epochs 12,5]
 
 CIFAR-10 training images from the folder named by LEAKGAUGE_DATA, batch norm in train mode, SGD with
 momentum, one cycle of the rate. The first epochs see images of half the side, which cost a quarter.
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="resnet-10")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--epochs", default="16,11", help="at half the side, and at the full side")
+    parser.add_argument("--epochs", default="12,5", help="at half the side, and at the full side")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--width", type=float, default=1.0)
     given = parser.parse_args()

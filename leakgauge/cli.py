@@ -306,25 +306,38 @@ def init(
 def check(
     plan: Annotated[Path, typer.Argument(help="A plan (TOML), or a folder of captured rounds.")],
 ) -> None:
-    """Check a plan, say which of its attacks apply, and forecast time and memory."""
+    """Check a plan, say which of its attacks apply and what an update shows before any of them,
+    and forecast time and memory."""
     from leakgauge import audit as audits
+    from leakgauge.audit.public import told
+    from leakgauge.audit.result import described
+    from leakgauge.report import terminal
 
     checked = audits.read(plan)
     table = Table(title=f"{escape(checked.name)}: valid", box=box.SIMPLE_HEAD)
-    for name in ("attack", "applies", "CPU s per trial"):
-        table.add_column(name, justify="right" if name.startswith("CPU") else "left")
     with console.status("trying each attack for a moment"):
         found = audits.forecast(checked)
+    costs = {"CPU s per trial": "cpu_seconds"}
+    if any(one.preparing for one in found.attacks):
+        costs["CPU s to prepare, once per model"] = "preparing"
+    for name in ("attack", "applies", *costs):
+        table.add_column(name, justify="right" if name in costs else "left")
     for one in found.attacks:
         applies = "yes" if one.reason is None else f"no: {one.reason}"
-        cost = f"{one.cpu_seconds:.1f}" if one.reason is None else "–"
-        table.add_row(one.attack, escape(applies), cost)
+        numbers = (
+            f"{getattr(one, key):.1f}" if one.reason is None else "–" for key in costs.values()
+        )
+        table.add_row(one.attack, escape(applies), *numbers)
     console.print(table)
+    if public := described(checked):
+        console.print(f"public records: {escape(told(public))}", soft_wrap=True)
     console.print(
         f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds "
         f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
+    for exposure in audits.exposures(checked):
+        console.print(terminal.exposure_table(exposure))
     if all(one.reason for one in found.attacks):
         raise NotApplicable("no attack of the plan applies")
 

@@ -2,19 +2,29 @@
 
 The key names everything that the preparation depends on, so that what was kept for another model,
 other options, other public records or another seed is never met again.
+
+A checkpoint holds what an attack saved on its way, and only the attack knows how far that is: it
+loads it, and goes on or finds that nothing is left to do. A preparation that changes no model is
+the same for every trial with this model, training and public records. An audit therefore keeps it
+once more when it is finished, in a file of its own, and does not ask the attack again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from leakgauge.errors import CheckpointError
+from leakgauge.config import plain
+from leakgauge.errors import CheckpointError, InputError
 from leakgauge.files import read_tensors, write_tensors
 from leakgauge.tensors import raw
 from leakgauge.types import Attack, Kept, Target
@@ -30,7 +40,13 @@ class Checkpoint:
     key: str
 
     def save(self, kept: Kept) -> None:
-        facts = json.dumps({"key": self.key, "facts": dict(kept.facts)}).encode()
+        try:
+            facts = json.dumps({"key": self.key, "facts": dict(kept.facts)}).encode()
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "what a preparation keeps must be tensors and plain facts (numbers, texts, lists "
+                f"and tables of them), so that it can lie on disk; its facts are not: {error}"
+            ) from error
         text = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
         write_tensors(self.path, {**kept.tensors, FACTS: text})
 
@@ -54,17 +70,34 @@ class Checkpoint:
         return Kept(tensors, facts)
 
 
-def key_of(attack: Attack, target: Target, rng: torch.Generator) -> str:
-    """Differs when a preparation could."""
-    options = dataclasses.asdict(attack) if dataclasses.is_dataclass(attack) else repr(attack)
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold a lock on this file, which is made for it and gone afterwards; whoever else wants it
+    waits. The kernel releases it however its holder ends."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return  # else the holder before us has removed it meanwhile
+
+
+def key_of(attack: Attack, target: Target, rng: torch.Generator | None = None) -> str:
+    """Differs when a preparation could; `rng` is left out where it is always the same."""
+    options = attack if dataclasses.is_dataclass(attack) else getattr(attack, "__dict__", {})
     told = [
-        f"{type(attack).__module__}:{type(attack).__qualname__}", options,
-        dataclasses.asdict(target.training), target.records, target.clients,
+        f"{type(attack).__module__}:{type(attack).__qualname__}", plain(options),
+        plain(target.training), target.records, target.clients,
         str(target.record), str(target.task), str(target.model),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(told, default=str).encode())
     public = () if target.public is None else (target.public.inputs, target.public.labels)
-    for tensor in (*target.model.state_dict().values(), *public, rng.get_state()):
+    drawn = () if rng is None else (rng.get_state(),)
+    for tensor in (*target.model.state_dict().values(), *public, *drawn):
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(raw(tensor))
     return digest.hexdigest()

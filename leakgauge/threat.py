@@ -10,8 +10,13 @@ autograd graph, no gradient slot and no shared storage leads back to the truth.
 | aggregate | the global model and the weighted mean of all updates    |
 | client    | two consecutive global models, and its own records       |
 
-A *malicious* server or aggregate may also change the model that it sends, keeps what it needs to
-read the updates by, and holds public images of the same kind if the plan sets some aside.
+A *malicious* server or aggregate may also change the model that it sends.
+
+Any of them may hold *public* records of the same kind, which are no client's: they are not granted,
+as anybody can have some. It prepares with them before the round (`Target.public`) and keeps what it
+made of them (`Observation.kept`). A plan declares them as `federation.public`, and only there they
+can be withheld, with `public = 0`. Where it says nothing, a malicious server is given some of its
+records, and an attack that needs public records the photographs that come with the package.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from leakgauge.types import (
     ThreatModel,
 )
 
-PUBLIC = "public"  # held or not; never granted, and no attack reads it after the round
+PUBLIC: Knowledge = "public"  # held or not; never granted, and not in an observation
 
 KNOWLEDGE: dict[str, str] = {
     "training": "learning rate, steps, batch size and modes of the local training",
@@ -51,7 +56,7 @@ KNOWLEDGE: dict[str, str] = {
     "labels": "the true labels",
     "own": "the attacking client's own records",
     "statistics": "mean and variance of the private batch at every batch-norm layer",
-    PUBLIC: "images of the same kind that belong to no client",
+    PUBLIC: "public records of the same kind, which are no client's",
 }
 
 PROTOCOL: dict[Actor, frozenset[Knowledge]] = {  # what each actor is told in any case
@@ -150,30 +155,33 @@ def sent_to(exchange: Exchange, threat: ThreatModel) -> nn.Module:
 def holds(threat: ThreatModel, public: int = 0) -> frozenset[str]:
     """All knowledge of this attacker: what is granted, and what the actor has by itself.
 
-    Only a client has records of its own, and only a malicious server or aggregate holds the
-    `public` records that were set aside (in its `Target`): no grant gives them to another.
+    Only a client has records of its own, and everybody the `public` records, if there are any: no
+    grant gives either.
     """
-    held: set[str] = set(threat.grants - {"own"})
+    held: set[str] = set(threat.grants - {"own", PUBLIC})
     if threat.actor == "client":
         held.add("own")
-    elif threat.malicious and public:
+    if public:
         held.add(PUBLIC)
     return frozenset(held)
 
 
-def check(name: str, attack: Attack, threat: ThreatModel) -> None:
-    """Refuse an attack that needs what is withheld, before it runs, with the remedy."""
+def check(name: str, attack: Attack, threat: ThreatModel, *, public: bool = True) -> None:
+    """Refuse an attack that needs what is withheld, before it runs, with the remedy. `public` says
+    whether this attacker has public records."""
     if manipulates(attack) and (not threat.malicious or threat.actor == "client"):
         raise Withheld(
             f"attack {name!r} changes the model that clients receive, which this {threat.actor!r} "
             'does not: set threat.malicious = true with actor "server" or "aggregate" if your '
             "server might, or leave the attack out"
         )
-    missing = sorted(attack.needs - holds(threat))
+    missing = sorted(attack.needs - holds(threat, public))
     if missing:
         what = "; ".join(f"{item!r} ({KNOWLEDGE[item]})" for item in missing)
         remedies = ['set threat.actor = "client"'] if "own" in missing else []
-        if grants := [item for item in missing if item != "own"]:
+        if PUBLIC in missing:
+            remedies.append("give federation.public more than 0 records, or a data set")
+        if grants := [item for item in missing if item not in ("own", PUBLIC)]:
             remedies.append(f"add {grants} to threat.grants if your attacker would know it")
         raise Withheld(
             f"attack {name!r} needs {what}, which this {threat.actor!r} does not hold: "
@@ -192,11 +200,13 @@ def realism(threat: ThreatModel, attack: Attack | None = None) -> Realism:
     *realistic*: only looks, at what the protocol shows this actor anyway; *active*: changes the
     model that the clients receive; *informed*: only looks, but knows more, of a kind that is not
     private (a client that knows how many records took part); *oracle*: was told truths that no
-    attacker would have. An `attack` that only looks is not active, whoever runs it; without one,
-    the tag is that of the strongest attack that the threat model allows.
+    attacker would have. Public records change no tag: anybody can have some. An `attack` that only
+    looks is not active, whoever runs it; without one, the tag is that of the strongest attack that
+    the threat model allows.
     """
     if threat.grants & {"labels", "statistics"}:
         return "oracle"
     if threat.malicious and threat.actor != "client" and (attack is None or manipulates(attack)):
         return "active"
-    return "informed" if threat.grants - PROTOCOL[threat.actor] - {"own"} else "realistic"
+    more = threat.grants - PROTOCOL[threat.actor] - {"own", PUBLIC}
+    return "informed" if more else "realistic"

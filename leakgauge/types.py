@@ -23,7 +23,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance by channel of what enters a batch-norm layer, keyed by the layer's name."""
 
 Actor: TypeAlias = Literal["server", "aggregate", "client"]
-Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics"]
+Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics", "public"]
 Stopped: TypeAlias = Literal["done", "time", "patience"]
 Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from leakgauge import __version__
+from leakgauge.attacks import Exposure, LayerExposure
 from leakgauge.audit import references
 from leakgauge.audit.document import Document, Federation, Limit, Measure
 from leakgauge.audit.results import (
@@ -136,6 +137,21 @@ def sample(
             noise=0.01,
             cosine_distance=0.0171,
             words=f"The gradient follows the pixels closely: matching it is well posed.{text}",
+        ),
+        exposure=(
+            Exposure(
+                records=4,
+                views=4,
+                steps=1,
+                exposed=True,
+                limit=31,
+                layer="layer4.0.conv2" + text,
+                layers=(
+                    LayerExposure("fc" + text, 1, 10, 0, "its input mixes activations" + text),
+                    LayerExposure("layer4.0.conv2" + text, 16, 512, 31, ""),
+                ),
+                reason="",
+            ),
         ),
         trials=(*trials, *extra),
         not_run=()

@@ -199,7 +199,7 @@ def test_runs_with_everything_withheld_that_it_does_not_declare(name: str) -> No
     attack = quick(name)
     threat = exactly(attack)
     seen = observe(played(tiny()), threat)
-    for item in get_args(Knowledge):
+    for item in {*get_args(Knowledge)} - {"public"}:  # that is met in prepare() alone
         assert (getattr(seen, item) is not None) == (item in attack.needs)
     check(name, attack, threat)
     guess = attack.reconstruct(seen, seeded())

@@ -248,6 +248,9 @@ def test_a_loop_with_truths_is_scored(loop, monkeypatch):
     rows = {row.round: row for row in result.summary if row.attack == "inverting-gradients"}
     assert all(row.measured and row.measured.scores["psnr"].median > 30 for row in rows.values())
     assert "add [[defence]]" not in said  # what was sent is sent
+    (shown,) = result.exposure  # client 0 has as many records in both rounds
+    assert (shown.records, shown.steps) == (4, 1)
+    assert "an update here holds 4 records" in " ".join(said.split()).lower()
     page = (loop / "leakgauge-audit" / "captured" / "report.html").read_text()
     assert "captured in captured" in page
 

@@ -103,6 +103,9 @@ def test_check_says_what_applies_and_what_it_costs(call):
     assert "yes" in got.out
     assert "no: the analytic" in " ".join(got.out.split())
     assert "CPU seconds" in got.out
+    said = " ".join(got.out.split())
+    assert "What an update shows exactly, before any attack" in said
+    assert "Exposed before any attack: an update here holds 1 record, and fc.0 can show" in said
     assert not Path("leakgauge-audit").exists()
     assert call("check", write("lenet-zhu", "analytic")).code == 2
 

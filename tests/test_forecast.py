@@ -16,12 +16,15 @@ from leakgauge.audit import Plan, Store, Watch, forecast, parse, run
 from leakgauge.errors import NotApplicable
 from leakgauge.types import (
     Here,
+    Kept,
     Knowledge,
     LocalTraining,
     Named,
     Observation,
+    Preparation,
     Reconstruction,
     Resources,
+    Target,
 )
 
 
@@ -233,6 +236,125 @@ def test_a_limit_of_seconds_is_in_the_forecast(clock: Clock) -> None:
     plan = planned(clock, {"search": Search(clock)}, audit=audit)
     [one] = forecast(plan).attacks
     assert one.cpu_seconds == pytest.approx(2 + 3 * 0.1 + 4.0)
+
+
+@dataclass(frozen=True)
+class Fit(Search):
+    """Fits something first: so many steps, a second each and one for the start."""
+
+    steps: int = 50
+    shows: bool = True
+    wrong: Exception | None = None
+    manipulates: ClassVar[bool] = False
+
+    def prepare(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Preparation:
+        assert resources is not None
+        self.clock.spend(1.0)
+        if self.wrong:
+            raise self.wrong
+        ends = self.clock.now + (resources.seconds or 1e9)
+        for step in range(self.steps):
+            if self.clock.now >= ends and self.shows:
+                break
+            self.clock.spend(1.0)
+            if resources.progress and self.shows:
+                resources.progress(step + 1, self.steps, 0.1)
+        return Preparation(Kept())
+
+
+@dataclass(frozen=True)
+class FitAlone(Whole):
+    """It prepares, and has no iterations."""
+
+    manipulates: ClassVar[bool] = False
+
+    def prepare(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Preparation:
+        self.clock.spend(20.0)
+        return Preparation(Kept())
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"audit": {"control": False}},
+        {"federation": HARD},
+        {"federation": HARD | {"rounds": [0, 2]}, "audit": {"explain": False}},
+        {"federation": HARD | {"checkpoint": True}},
+    ],
+)
+@pytest.mark.parametrize("shows", [True, False])
+def test_what_is_prepared_is_counted_once_for_the_trials_that_share_it(
+    tmp_path: Path, clock: Clock, tables: dict[str, Any], shows: bool
+) -> None:
+    federation = tables.get("federation", {})
+    if "checkpoint" in federation:
+        weights = tmp_path / "weights.pt"
+        torch.save(planned(clock, {})._make_model().state_dict(), weights)
+        tables = tables | {"federation": federation | {"checkpoint": str(weights)}}
+    plan = planned(clock, {"fit": Fit(clock, shows=shows)}, **tables)
+    plan = replace(plan, defences={"none": None, "same": None})
+    found = forecast(plan)
+    [one] = found.attacks
+    assert one.preparing == pytest.approx(51)
+    work = records(plan.document.federation.training)
+    assert one.cpu_seconds == pytest.approx(2 + 0.1 * work * 100)
+    assert clock.now < 51 or not shows or federation
+    result = run(plan, Store(tmp_path / "out"))
+    prepared = sum(trial.times.preparing for trial in result.trials)
+    assert prepared == pytest.approx(51 * round(prepared / 51))
+    assert prepared < 51 * len(result.trials)
+    assert found.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
+
+
+class Idle(Slow):
+    """A defence that does nothing."""
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        return update
+
+
+def test_a_rung_that_meets_what_a_trial_prepared_costs_no_more(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """The last rung but one is the trial without its defence, which changes no model."""
+    plan = planned(clock, {"fit": Fit(clock)}, federation=HARD)
+    plan = replace(plan, defences={"idle": Idle(clock)})
+    found = forecast(plan)
+    result = run(plan, Store(tmp_path))
+    assert result.explanation.rungs[-1].factor == "defence"
+    assert found.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
+
+
+def test_a_preparation_of_an_attack_without_iterations_is_counted(
+    tmp_path: Path, clock: Clock
+) -> None:
+    plan = planned(clock, {"alone": FitAlone(clock)}, audit={"control": False})
+    found = forecast(plan)
+    assert [(one.cpu_seconds, one.preparing) for one in found.attacks] == [(7.0, 20.0)]
+    assert found.cpu_seconds == pytest.approx(spent(run(plan, Store(tmp_path)))) == 3 * 27
+
+
+def test_a_limit_of_seconds_is_one_of_the_preparation_too(clock: Clock) -> None:
+    plan = planned(clock, {"fit": Fit(clock)}, audit={"control": False, "seconds": 10.0})
+    [one] = forecast(plan).attacks
+    assert one.preparing == 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (NotApplicable("not this model"), "not this model"),
+        (ValueError("oh"), "it crashes (ValueError: oh)"),
+    ],
+)
+def test_why_nothing_can_be_prepared_is_said(clock: Clock, wrong: Exception, words: str) -> None:
+    plan = planned(clock, {"fit": Fit(clock, wrong=wrong)}, audit={"control": False})
+    [one] = forecast(plan).attacks
+    assert (one.reason, one.preparing) == (words, 0.0)
 
 
 def test_a_watcher_hears_of_the_calibration(tmp_path: Path, clock: Clock) -> None:

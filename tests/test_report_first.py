@@ -14,11 +14,23 @@ from sample_result import failed, measured_by, rederive, rescored, sample, unsco
 from test_report_diff import printed
 from test_schema import REAL, schema_1, schema_2
 
-from leakgauge.audit import schema
+from leakgauge.attacks import Exposure, LayerExposure
+from leakgauge.audit import advice, schema
 from leakgauge.audit.results import Measurement
 from leakgauge.audit.verdict import measurements
 from leakgauge.metrics import METRICS
-from leakgauge.report import contents, diff, first_screen, html, markdown, pdf, terminal, wording
+from leakgauge.report import (
+    charts,
+    contents,
+    diff,
+    figures,
+    first_screen,
+    html,
+    markdown,
+    pdf,
+    terminal,
+    wording,
+)
 
 FORMS = ["html", "markdown", "pdf", "terminal"]
 FOG = Measurement("fog", "Fog [m] <b>|*", "km", "lower", limit=0.7)
@@ -87,6 +99,9 @@ def test_the_first_screen_has_all_its_parts_in_order(tmp_path, told, form, outco
         + " rests on 12 different records",
         "Pictures recovered",
         figures[0].value,
+        "Exposed before any attack: an update here holds 4 records, and layer4.0.conv2 can",
+        "More than 31 records per update",
+        "other attacks may still work.",
         "The worst picture",
         worst,
         "What to do next",
@@ -318,3 +333,59 @@ def test_what_could_be_scored_is_told_from_what_could_not(tmp_path, told, form):
     assert "Inconclusive" in text
     assert "1 of 2 trials: nobody knows the truth: not scored" in text
     assert "Of 6 trials nobody knows the truth: not scored." in text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_says_what_an_update_shows_before_any_attack(tmp_path, told, form):
+    made = sample(tmp_path)
+    (one,) = made.exposure
+    said = "Exposed before any attack: an update here holds 4 records, and layer4.0.conv2 can show"
+    assert said in told(form, made, tmp_path)
+    beyond = replace(one, records=16, views=32, steps=2, exposed=False)
+    text = told(form, replace(made, exposure=(one, beyond)), tmp_path)
+    assert said in text
+    assert "16 records, used 32 times: too many for layer4.0.conv2, which can show the" in text
+    nothing = replace(one, exposed=False, limit=0, layer=None, layers=(), reason="it is blind.")
+    text = told(form, replace(made, exposure=(nothing,)), tmp_path)
+    assert "No layer of this model shows records exactly: it is blind." in text
+    assert "Exposed" not in text
+    assert "before any attack" not in told(form, replace(made, exposure=()), tmp_path)  # older ones
+
+
+def test_what_would_change_is_counted_in_records_of_a_round():
+    layers = (LayerExposure("conv", 16, 512, 31, ""),)
+    one = Exposure(8, 16, 4, True, 31, "conv", layers, "")
+    assert advice.way_out(one) == (
+        "More than 31 records per update, batch size × local steps (15 records in a round like "
+        "this), or noise of a thousandth of the update's root mean square leave this regime. "
+        "Outside this regime the exact method does not apply; other attacks may still work."
+    )
+    assert advice.way_out(replace(one, views=32, exposed=False)) == advice.OUTSIDE
+    for words in (advice.exposed(one), advice.way_out(one), advice.OUTSIDE):
+        assert "safe" not in words
+
+
+def test_the_bar_of_an_exposure_stands_beside_its_limit(tmp_path):
+    made = sample(tmp_path)
+    (one,) = made.exposure
+    chart = charts.exposure(made)
+    (line,) = chart.lines
+    (bar,) = [mark for mark in line.marks if mark.kind == "bar"]
+    (limit,) = [mark for mark in line.marks if mark.kind == "limit"]
+    assert bar.x2 / limit.x == pytest.approx(4 / 31)
+    assert (line.number, line.note) == ("4", "exposed")
+    beyond = replace(one, records=64, views=64, exposed=False)
+    (line,) = charts.exposure(replace(made, exposure=(beyond,))).lines
+    (bar,) = [mark for mark in line.marks if mark.kind == "bar"]
+    (limit,) = [mark for mark in line.marks if mark.kind == "limit"]
+    assert limit.x / bar.x2 == pytest.approx(31 / 64)
+    assert line.note == ""
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 6, 31, 50, 64, 99, 100, 101, 999, 5000, 12345])
+def test_an_axis_of_counts_reaches_its_most(most):
+    axis = figures.count_axis(most)
+    assert axis.high >= most
+    assert axis.ticks[-1] == axis.high
+    assert 2 <= len(axis.ticks) <= 6
+    assert all("≥" not in tick.text for tick in figures.ticks(axis))

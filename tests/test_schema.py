@@ -14,7 +14,7 @@ from sample_result import failed, rederive, sample, save, unscored
 
 from leakgauge import config
 from leakgauge.audit import schema
-from leakgauge.audit.results import Found, Measurement, Result, Score, Trial
+from leakgauge.audit.results import Attacker, Found, Measurement, Result, Score, Times, Trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError
 from leakgauge.papers import Paper
@@ -101,14 +101,15 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 def optional(path: tuple[Any, ...]) -> bool:
     """Whether a file may leave the key out: what it then says is what its type says."""
-    table = {"found": Found, "score": Score}.get(path[-2] if len(path) > 1 else "")
+    within = {"found": Found, "score": Score, "times": Times if len(path) > 2 else None}
+    table = within.get(path[-2] if len(path) > 1 else "")
     if path[0] == "plan":
         return True  # older plans left what had a default
     known = table or {1: Result, 3: Trial}.get(len(path))
     if path[:1] in (("metrics",), ("references",)):
         known = {"metrics": Measurement, "references": Paper}[path[0]]
     if path[:1] == ("threat",):
-        known = None
+        known = Attacker if len(path) == 2 else None
     named = {f.name: f for f in fields(known)} if known else {}
     one = named.get(path[-1])
     return one is not None and (one.default is not MISSING or one.default_factory is not MISSING)

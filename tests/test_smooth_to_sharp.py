@@ -16,14 +16,20 @@ from leakgauge.attacks import smooth_to_sharp
 from leakgauge.attacks._matching import Adam, Lbfgs, Search
 from leakgauge.attacks._objectives import relative_squared, squared
 from leakgauge.attacks.smooth_to_sharp import (
+    STRAY,
     SmoothToSharp,
     distance,
     errors_of,
+    held,
     lengths,
     recovered,
+    staged,
+    stray,
 )
+from leakgauge.config import build
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos
+from leakgauge.errors import InputError, PlanError
 from leakgauge.fl.local import train
 from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
@@ -161,7 +167,7 @@ def test_without_time_the_first_stage_is_the_result(calls: Any) -> None:
 
 def test_the_finish_is_what_makes_it_exact() -> None:
     seen, truth = observed()
-    attack = SmoothToSharp(iterations=200, basin=1.0)
+    attack = SmoothToSharp(iterations=200, basin=1.0, errors="read")
     sharp = attack.reconstruct(seen, seeded())
     plain = dataclasses.replace(attack, basin=0.0).reconstruct(seen, seeded())
     scores = [float(metrics.psnr(g.inputs, truth.inputs)) for g in (plain, sharp)]
@@ -260,11 +266,13 @@ def test_what_cannot_be_read_is_left_to_the_candidates(
     seen = dataclasses.replace(seen, update=update, labels=truth.labels)
     attack = SmoothToSharp(iterations=3, labels="known", derivative="exact")
     guess, without = (
-        dataclasses.replace(attack, errors=on).reconstruct(seen, seeded()) for on in (True, False)
+        dataclasses.replace(attack, errors=rule).reconstruct(seen, seeded())
+        for rule in ("read", "own")
     )
     assert why in guess.facts["errors"]
     assert without.facts["errors"] == "the candidates' own"
     assert torch.equal(guess.inputs, without.inputs)
+    assert held(seen, "auto", truth.labels) == (None, guess.facts["errors"])
 
 
 def test_a_head_without_bias_tells_no_errors() -> None:
@@ -289,20 +297,159 @@ def test_a_clipped_update_still_tells_them() -> None:
 
 def test_errors_are_held_until_the_last_stage(calls: Any) -> None:
     kept = calls(1.0)
-    run(SmoothToSharp(iterations=60))
+    guess = run(SmoothToSharp(iterations=60, errors="read"))
     assert [one["errors"] is not None for one in kept] == [True, True, False]
+    assert guess.facts["errors"] == "read"
 
 
 def test_with_large_logits_the_errors_that_were_read_find_the_image() -> None:
     seen, truth = saturated(1)
     found, lost = (
         metrics.psnr(
-            SmoothToSharp(iterations=60, errors=on).reconstruct(seen, seeded()).inputs,
+            SmoothToSharp(iterations=60, errors=rule).reconstruct(seen, seeded()).inputs,
             truth.inputs,
         )
-        for on in (True, False)
+        for rule in ("auto", "own")
     )
     assert found > lost + 2
+
+
+def small(records: int, **training: Any) -> tuple[Observation, Batch]:
+    """The same photographs on the same network with a head of small weights: small logits."""
+    seen, truth = saturated(records, **training)
+    with torch.no_grad():
+        seen.model.fc.weight.mul_(0.02)  # type: ignore[union-attr,operator]
+    assert seen.training is not None
+    update = train(seen.setting, truth, seen.training, seeded()).update
+    return dataclasses.replace(seen, update=update), truth
+
+
+@pytest.mark.parametrize(
+    ("case", "records", "rule", "words"),
+    [
+        (saturated, 1, "read", "read: errors of random images miss the one read by"),
+        (small, 1, "own", "the candidates' own: errors of random images miss the one read by"),
+        (small, 3, "read", "read: several records"),
+    ],
+)
+def test_the_size_of_the_logits_chooses_between_read_and_own(
+    case: Callable[[int], tuple[Observation, Batch]], records: int, rule: Any, words: str
+) -> None:
+    """The bias of the head is large in all: the softmax is far from even, and known."""
+    seen, _ = case(records)
+    attack = SmoothToSharp(iterations=3, derivative="exact")
+    guess = attack.reconstruct(seen, seeded())
+    chosen = dataclasses.replace(attack, errors=rule).reconstruct(seen, seeded())
+    assert guess.facts["errors"].startswith(words)
+    assert torch.equal(guess.inputs, chosen.inputs)
+
+
+class Bright(nn.Module):
+    """Ten times how much the mean of an image exceeds 0.9: nothing, for most images."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 10 * (x.mean((1, 2, 3)) - 0.9).relu()[:, None]
+
+
+def test_how_far_random_images_miss_the_errors() -> None:
+    """Their softmax is even and does not vary; that of a white record is not even."""
+    model = nn.Sequential(Bright(), nn.Linear(1, 4))
+    z = torch.tensor([2.0, -1.0, 0.5, 0.0])
+    with torch.no_grad():
+        model[1].weight.copy_(z[:, None])  # type: ignore[operator]
+        model[1].bias.zero_()  # type: ignore[union-attr,operator]
+    truth = Batch(torch.ones(1, 3, 8, 8), torch.tensor([2]))
+    training = LocalTraining(lr=0.1)
+    ours = setting(model, truth, 4)
+    update = train(ours, truth, training, seeded()).update
+    seen = Observation(ours, update, training=training, records=1)
+    p = z.softmax(0)
+    expected = (p - 0.25).abs().sum() / (p - torch.tensor([0.0, 0.0, 1.0, 0.0])).abs().sum()
+    off = stray(seen, errors_of(seen, truth.labels)[0], truth.labels[0])
+    assert off == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_random_images_run_in_the_modes_of_the_training() -> None:
+    """A running variance that makes logits large in eval mode has no part in train mode."""
+    convolution, norm, head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(144, 5)
+    model = nn.Sequential(convolution, norm, nn.Flatten(), head)
+    truth = Batch(photos(size=8).inputs[:1], torch.tensor([4]))
+    nn.init.normal_(convolution.weight, generator=seeded(1))
+    nn.init.normal_(head.weight, std=0.003, generator=seeded(2))
+    nn.init.zeros_(head.bias)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    norm.running_mean.copy_(convolution(truth.inputs).mean((0, 2, 3)).detach())
+    norm.running_var.fill_(1e-4)
+    found: list[float] = []
+    for mode in ("train", "eval"):
+        training = LocalTraining(batch_norm=mode)  # type: ignore[arg-type]
+        ours = setting(model, truth, 5)
+        update = train(ours, truth, training, seeded()).update
+        seen = Observation(ours, update, training=training, records=1)
+        found.append(stray(seen, errors_of(seen, truth.labels)[0], truth.labels[0]))
+    assert found[0] < STRAY < found[1]
+    assert norm.running_var.unique().tolist() == pytest.approx([1e-4])  # the model is as it was
+
+
+def test_a_rule_for_errors_that_is_none_of_the_three_is_refused() -> None:
+    for value in (True, False, "reed"):
+        with pytest.raises(ValueError, match=f'"auto", "read" or "own", got {value!r}'):
+            SmoothToSharp(errors=value)  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=r"attack\.errors.*(known: auto, own, read|'read')"):
+            build(SmoothToSharp, {"errors": value}, "attack")
+
+
+# ---------------------------------------------------------------- images to begin from
+
+
+def test_the_first_stage_can_begin_from_given_images(calls: Any) -> None:
+    kept = calls(1.0)
+    seen, _ = observed()
+    begin, labels = torch.rand(1, 1, 8, 8, generator=seeded()), torch.tensor([3])
+    attack = SmoothToSharp(iterations=60, restarts=3)
+    told: list[int] = []
+    resources = Resources(progress=lambda done, total, _: told.append(total))
+    staged(attack, seen, seeded(), resources, begin=begin, labels=labels)
+    assert torch.equal(kept[0]["begin"], begin)
+    assert [one["search"].restarts for one in kept] == [1, 1, 1]  # all would begin alike
+    assert all(torch.equal(one["labels"], labels) for one in kept)
+    assert [float(one["begin"].mean()) for one in kept[1:]] == pytest.approx([0.1, 0.2])
+
+
+def test_from_near_the_truth_it_ends_at_the_truth() -> None:
+    seen, truth = saturated(3)
+    attack = SmoothToSharp(iterations=12)
+    near = (truth.inputs + 0.02 * torch.randn(truth.inputs.shape, generator=seeded())).clamp(0, 1)
+    guess = staged(attack, seen, seeded(), begin=near, labels=truth.labels)
+    lost = attack.reconstruct(seen, seeded())
+    assert torch.equal(guess.labels, truth.labels)  # type: ignore[arg-type]
+    assert (
+        metrics.psnr(guess.inputs, truth.inputs).min()
+        > 5 + metrics.psnr(lost.inputs, truth.inputs).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "why"),
+    [
+        ({}, None, "got 1 images, no labels, activations = 0"),
+        ({}, torch.tensor([1, 2]), "got 1 images, 2 labels"),
+        ({"activations": 0.5}, torch.tensor([1]), "activations = 0.5"),
+        ({"space": "generator"}, torch.tensor([1]), "cannot begin from given images"),
+    ],
+)
+def test_images_to_begin_from_need_labels_and_pixels(
+    options: dict[str, Any], labels: torch.Tensor | None, why: str
+) -> None:
+    with pytest.raises(InputError, match=why):
+        staged(
+            SmoothToSharp(iterations=6, **options),
+            observed()[0],
+            seeded(),
+            begin=torch.zeros(1, 1, 8, 8),
+            labels=labels,
+        )
 
 
 # ---------------------------------------------------------------- activations read exactly

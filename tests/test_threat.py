@@ -36,9 +36,9 @@ from leakgauge.types import (
 )
 
 ACTORS = get_args(Actor)
+SEEN = [item for item in get_args(Knowledge) if item != "public"]  # public is not observed
 SUBSETS = [
-    frozenset(s)
-    for s in chain.from_iterable(combinations(get_args(Knowledge), n) for n in range(6))
+    frozenset(s) for s in chain.from_iterable(combinations(SEEN, n) for n in range(len(SEEN) + 1))
 ]
 TRUTHS = {"labels", "statistics"}  # grants that are part of the truth
 
@@ -290,7 +290,7 @@ def test_an_attack_that_is_let_through_finds_all_it_needs(played, actor, grants)
     """`check` promises what `observe` keeps, for every attack, actor and set of grants."""
     threat = ThreatModel(actor, grants)
     seen = observe(played, threat)
-    found = {item for item in get_args(Knowledge) if getattr(seen, item) is not None}
+    found = {item for item in SEEN if getattr(seen, item) is not None}
     assert holds(threat) == found
     for needs in SUBSETS:
         if needs <= found:
@@ -321,17 +321,28 @@ def test_a_refusal_says_the_remedy(needs, words):
 
 
 def test_all_knowledge_is_described():
-    assert set(KNOWLEDGE) == {*get_args(Knowledge), "public"}
+    assert set(KNOWLEDGE) == set(get_args(Knowledge))
 
 
 @pytest.mark.parametrize("actor", ACTORS)
 @pytest.mark.parametrize("malicious", [False, True])
 @pytest.mark.parametrize("public", [0, 3])
-def test_only_a_malicious_server_holds_public_images_and_only_if_there_are_any(
-    actor, malicious, public
+@pytest.mark.parametrize("grants", [frozenset(), frozenset({"public"})])
+def test_every_actor_holds_public_records_if_there_are_any_and_no_grant_gives_them(
+    actor, malicious, public, grants
 ):
-    held = holds(ThreatModel(actor, malicious=malicious), public)
-    assert ("public" in held) == (malicious and public > 0 and actor != "client")
+    threat = ThreatModel(actor, grants, malicious=malicious)
+    assert ("public" in holds(threat, public)) == (public > 0)
+    assert realism(threat, Needy(frozenset({"public"}))) == "realistic"
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_an_attack_that_needs_public_records_is_refused_only_where_there_are_none(actor):
+    needy = Needy(frozenset({"public"}))
+    check("x", needy, ThreatModel(actor))
+    words = r"attack 'x' needs 'public' .* give federation.public more than 0 records"
+    with pytest.raises(Withheld, match=words):
+        check("x", needy, ThreatModel(actor), public=False)
 
 
 @pytest.mark.parametrize("actor", ACTORS)

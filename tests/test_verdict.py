@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from leakgauge.attacks import Exposure, LayerExposure
 from leakgauge.audit import Store, forecast, parse, run, schema
 from leakgauge.audit.advice import capped
 from leakgauge.audit.cases import controls, ladder, trials
@@ -159,6 +160,19 @@ def test_the_rung_that_falls_most_is_named_with_what_is_left() -> None:
     assert "the steps (to steps): the median falls from 35.0 dB to 12.0 dB, below the limit" in (
         told.sentence
     )
+    assert "no protection" not in told.sentence
+    layers = (LayerExposure("conv", 16, 512, 31, ""),)
+    shown = Exposure(8, 8, 2, True, 31, "conv", layers, "")
+    for factor, words in {
+        "steps": True,
+        "batch norm": True,
+        "batch": True,
+        "defence": False,
+    }.items():
+        rungs = ladder_of(("twin", 40.0), (factor, 12.0))
+        hidden = replace(shown, views=32, exposed=False)
+        assert ("That is no protection" in explain(*rungs, LEAKS, [shown]).sentence) == words
+        assert "That is no protection" not in explain(*rungs, LEAKS, [hidden]).sentence
     left = explain(*ladder_of(("twin", 150.0), ("defence", 27.0)), LEAKS)
     assert "from over 50 dB to 27.0 dB, still above the limit of 15 dB" in left.sentence
     assert "does not adapt" in left.sentence

@@ -1,13 +1,15 @@
 """Attacks by what they see: one file per paper. Names with an underscore are shared parts."""
 
 from leakgauge.attacks._labels import RULES as LABEL_RULES
+from leakgauge.attacks._separation import separable
 from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.attacks.agic import AGIC
 from leakgauge.attacks.analytic import Analytic
 from leakgauge.attacks.bayes import BayesAttack
 from leakgauge.attacks.coarse_to_fine import CoarseToFine
 from leakgauge.attacks.dlg import DLG
-from leakgauge.attacks.exact_recursion import ExactRecursion, separable
+from leakgauge.attacks.exact_recursion import ExactRecursion
+from leakgauge.attacks.exposure import Exposure, LayerExposure, exposure
 from leakgauge.attacks.fedavg import FedAvgEpochs
 from leakgauge.attacks.fedleak import FedLeak
 from leakgauge.attacks.gradinversion import GradInversion
@@ -15,6 +17,7 @@ from leakgauge.attacks.hfgradinv import HFGradInv
 from leakgauge.attacks.idlg import IDLG
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.attacks.sapag import SAPAG
+from leakgauge.attacks.separate_and_decode import SeparateAndDecode
 from leakgauge.attacks.smooth_to_sharp import SmoothToSharp
 from leakgauge.types import Attack
 
@@ -32,6 +35,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "idlg": IDLG,
     "inverting-gradients": InvertingGradients,
     "sapag": SAPAG,
+    "separate-and-decode": SeparateAndDecode,
     "smooth-to-sharp": SmoothToSharp,
 }
 
@@ -47,11 +51,15 @@ __all__ = [
     "BayesAttack",
     "CoarseToFine",
     "ExactRecursion",
+    "Exposure",
     "FedAvgEpochs",
     "FedLeak",
     "GradInversion",
     "HFGradInv",
     "InvertingGradients",
+    "LayerExposure",
+    "SeparateAndDecode",
     "SmoothToSharp",
+    "exposure",
     "separable",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,17 +23,34 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.grad import conv2d_weight
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.attacks._matching import lbfgs
-from leakgauge.attacks._separation import Separated, rectified, windows
+from leakgauge.attacks._separation import (
+    Separated,
+    biases,
+    most,
+    rectified,
+    smallest,
+    supports,
+    windows,
+)
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
 from leakgauge.types import Named, Resources
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
+ROUGH = 0.3  # both for several steps, of which all but the first had other weights
+SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
+SPARE_FORWARD = 1.5  # where the activations above could give more equations
+RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
+NORM_ROUNDS = 40  # times that a batch norm's statistics follow from what was solved with them
+ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
+NORM_SOLVED = 1e-7  # by how much they may still move at the end
 ROUNDING = 3e-5  # a residual below this is float32's
 ROUNDS = 4  # times that masks are corrected and a layer solved again
+SMALL = 1e-3  # entries above this share of the largest are not switched off
 WEAK = 0.1  # combinations of signals weaker than this share of the strongest count less
 SOLVED = 1e-9  # slope, as a share of the first, at which conjugate gradients stop
 EXACT = 1e-11  # misfit of activations at which nothing is left to find
@@ -82,6 +99,11 @@ class Peeled:
     def lowest(self) -> fx.Node:
         return list(self.known)[-1]
 
+    @property
+    def steps(self) -> Iterator[tuple[Tensor, Named]]:
+        """The records of each local step, and the weights that it had."""
+        return zip(self.start.steps, self.start.path.weights, strict=True)
+
     def observed(self, layer: fx.Node) -> Tensor:
         """The gradient of the weight of a layer that `_signals` found."""
         name = self.trace.told(layer, "weight", self.gradient)
@@ -96,23 +118,38 @@ class Peeled:
         return entered
 
 
+@dataclass
+class Rows:
+    """A layer that sees the unknown node, and the signal at its output or, where a batch norm in
+    train mode stands behind it, at that one's output: (N, outputs, …)."""
+
+    layer: fx.Node
+    norm: fx.Node | None
+    signal: Tensor
+
+
 def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peeled:
     """Solve for one non-linear node after another, from the separated layer down to the image."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
+    exact = len(start.steps) == 1
     for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
         if not trace.bent(node):
             continue
         if not watch.open():
             done.stopped = f"{node.name}, as the time was up"
             break
-        found = _solved(done, node)
+        try:
+            found = _solved(done, node)
+        except NotApplicable as reason:
+            done.stopped = f"{node.name}: {reason}"
+            break
         if found is None:
             done.stopped = f"{node.name}: no layer with a known signal looks at it"
             break
         value, residual, negative = found
         watch(residual)
-        if residual > RESIDUAL or negative > NEGATIVE:
+        if residual > (RESIDUAL if exact else ROUGH) or negative > (NEGATIVE if exact else ROUGH):
             done.stopped = (
                 f"{node.name}, which its equations leave open (residual {residual:.1e}, negative "
                 f"by {negative:.1e} of its largest entry)"
@@ -121,6 +158,8 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peele
         if trace.kind[node] == "relu":
             value, done.unsure[node] = rectified(value)
         done.known[node] = value
+        if trace.norms:
+            done.known[node] = _anchored(done, node, value)
     return done
 
 
@@ -133,38 +172,327 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
     are left out, and what is then found tells which entries were wrong. They are put right.
     """
     trace = done.trace
-    forward = [_forward_equation(done, node, above) for above in _above(done, node)]
-    signals = _signals(done, node)
-    if not signals and not forward:
+    every = _signals(done, node)
+    forward = [] if trace.norms else [_forward_equation(done, node, a) for a in _above(done, node)]
+    if not every and not forward:
         return None
     spoilt = {}
-    for layer, signal in signals.items():
-        above = trace.activation_above(layer)
-        none = torch.zeros(signal.shape[1], dtype=torch.bool)
-        spoilt[layer] = _few(done.unsure.get(above, none) if above else none)
+    for rows in every:
+        above = trace.activation_above(rows.layer)
+        none = torch.zeros(rows.signal.shape[1], dtype=torch.bool)
+        spoilt[rows.layer] = _few(done.unsure.get(above, none) if above else none)
+    direct = _determined(done, node, every)
+    if trace.norms and not direct:
+        return None
     value, residual = torch.zeros(()), math.inf
+    left: dict[fx.Node, Tensor] = {}
     for _ in range(ROUNDS):
-        equations = forward + [
-            _gradient_equation(done, node, layer, signal, ~spoilt[layer])
-            for layer, signal in signals.items()
-        ]
-        value, residual = _solve(equations, (len(done.start.maps), *trace.shape[node]))
+        good = {layer: ~rows for layer, rows in spoilt.items()}
+        if direct:
+            value, residual, left = _by_channel(done, node, every, good)
+        else:
+            equations = forward + [
+                _gradient_equation(done, node, r.layer, r.signal, good[r.layer]) for r in every
+            ]
+            value, residual = _solve(equations, (len(done.start.maps), *trace.shape[node]))
+            left = {r.layer: _misfit(done, node, r.layer, r.signal, value) for r in every}
         if residual < ROUNDING:
             break
         before = sum(int(rows.sum()) for rows in spoilt.values())
-        for layer, signal in signals.items():
-            size = _misfit(done, node, layer, signal, value).flatten(1).norm(dim=1)
+        for layer, lack in left.items():
+            size = lack.flatten(1).norm(dim=1)
             bad = size > max(10 * float(size.median()), 0.1 * float(size.max()))
             spoilt[layer] = _few(spoilt[layer] | bad)
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
     negative = float(-value.min() / value.max()) if trace.kind[node] == "relu" else 0.0
     if residual < ROUNDING and negative < NEGATIVE:
-        for layer, signal in signals.items():
+        for layer, lack in left.items():
             if spoilt[layer].any():
-                left = _misfit(done, node, layer, signal, value).flatten(1)
-                _correct(done, layer, left, done.entering(layer, node, value), spoilt[layer])
+                entered = done.entering(layer, node, value)
+                _correct(done, layer, lack.flatten(1), entered, spoilt[layer])
     return value, residual, negative
+
+
+def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
+    """The value in the size, step by step, with which the signals below it add up to the gradient
+    of the bias there. Batch norms pass signals on by the inverse of that size, skips by themselves.
+    It stays as it is where no bias tells."""
+    trace, below = done.trace, node.all_input_nodes[0]
+    names = biases(trace, done.gradient, node)
+    if not names:
+        return value
+    own, normed = [], []
+    for step, weights in done.steps:
+        sums = []
+        for size in (1.0, 0.5):
+            done.known[node] = value * size
+            with trace.holding(weights):
+                slope = _slopes(done, node, step, {below: below})[below]
+            sums.append(slope.transpose(0, 1).flatten(1).sum(1))
+        own.append(2 * sums[0] - sums[1])
+        normed.append(sums[1] - sums[0])
+    left = torch.stack(normed, 1)
+    value = value.clone()
+    for name in names:
+        right = done.gradient[name] - torch.stack(own).sum(0)
+        found, misfit = most(left, right)
+        if misfit < ANCHORED and (found > 0.5).all() and (found < 2).all():
+            for (step, _), amount in zip(done.steps, found.tolist(), strict=True):
+                value[step] /= amount
+            break
+    return value
+
+
+def _determined(done: Peeled, node: fx.Node, every: list[Rows]) -> bool:
+    """Whether the weight gradients alone have more equations than a channel has unknowns. A channel
+    of the layer's input has its own: each row of a gradient is the sum of the windows in it, by the
+    signals of that row."""
+    trace = done.trace
+    pixels = trace.shape[node][1:].numel()
+    count = 0
+    for rows in every:
+        layer = trace.layer(rows.layer)
+        if not trace.only_reshaped(node, rows.layer.all_input_nodes[0]):
+            return False
+        if isinstance(layer, nn.Linear):
+            pixels = 1
+            count += layer.out_features
+        else:
+            if layer.groups > 1:
+                return False
+            count += layer.out_channels * math.prod(layer.kernel_size)
+    spare = SPARE if trace.norms else SPARE_FORWARD
+    return count > spare * len(done.start.maps) * pixels
+
+
+def _by_channel(
+    done: Peeled, node: fx.Node, every: list[Rows], good: dict[fx.Node, Tensor]
+) -> tuple[Tensor, float, dict[fx.Node, Tensor]]:
+    """The activations of `node` by least squares, the same small matrix for all its channels; the
+    residual, and what the gradients lack.
+
+    Behind a batch norm in train mode a signal is γ/σ·(δ − mean δ − û·mean(δû)), step by step. σ and
+    û are those of what the layer puts out, which is sought: they begin as constants and follow
+    from each solution.
+    """
+    trace, records = done.trace, len(done.start.maps)
+    shape = trace.shape[node]
+    linear = isinstance(trace.layer(every[0].layer), nn.Linear)
+    flat = (shape.numel(), 1) if linear else (shape[0], shape[1:].numel())
+    systems = [_System(done, rows, flat[1], good[rows.layer]) for rows in every]
+    value, null = torch.zeros(()), None
+    for _ in range(NORM_ROUNDS):
+        sums = [system.equations(flat[0]) for system in systems]
+        normal, right = (torch.stack(part).sum(0) for part in zip(*sums, strict=True))
+        normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()))
+        solved = torch.cholesky_solve(right, torch.linalg.cholesky(normal))  # (N·pixels, channels)
+        if null is None:
+            null = _open(normal, len(done.start.steps))
+        value = solved.view(records, flat[1], flat[0]).transpose(1, 2)
+        value = _grounded(value, null).reshape(records, *shape)
+        if not trace.norms:
+            break
+        value = _sized(done, node, value)
+        moved = max(system.follow(node, value) for system in systems)
+        if moved < NORM_SOLVED:
+            break
+    lacks = {system.rows.layer: system.lack(value.reshape(records, *flat)) for system in systems}
+    kept = [lacks[s.rows.layer][good[s.rows.layer]] for s in systems]
+    size = sum(float(s.target[s.good].square().sum()) for s in systems) ** 0.5
+    residual = sum(float(k.square().sum()) for k in kept) ** 0.5 / size
+    return value, residual, lacks
+
+
+class _System:
+    """The equations that one layer's weight gradient gives of its input."""
+
+    def __init__(self, done: Peeled, rows: Rows, pixels: int, good: Tensor):
+        self.done, self.rows, self.pixels, self.good = done, rows, pixels, good
+        trace = done.trace
+        layer = trace.layer(rows.layer)
+        self.observed = done.observed(rows.layer)
+        if isinstance(layer, nn.Linear):
+            self.seen = torch.ones(1, 1, dtype=torch.long)
+        else:
+            side = trace.shape[rows.layer.all_input_nodes[0]][1:]
+            numbers = torch.arange(1, pixels + 1, dtype=torch.float64).view(1, 1, *side)
+            self.seen = windows(numbers, layer)[0].long()
+        self.observed = self.observed.view(len(self.observed), -1, self.seen.shape[1])
+        self.signal = rows.signal.flatten(2) if rows.signal.dim() > 2 else rows.signal[:, :, None]
+        self.signal = self.signal.transpose(0, 1)  # (outputs, N, positions)
+        self.target = self.observed
+        self.at_layer = self.signal
+        if rows.norm is not None:
+            norm = trace.module.get_submodule(str(rows.norm.target))
+            assert isinstance(norm, _BatchNorm)
+            self.norm = norm
+            self.normal = torch.zeros_like(self.signal)  # û
+            sizes = layer.weight.detach().flatten(1).norm(dim=1)
+            self.sigma = sizes[:, None].expand(-1, self.signal.shape[1]).clone()
+            self._behind()
+
+    def _behind(self) -> None:
+        """The signals at the layer itself, from those behind its batch norm."""
+        found = torch.zeros_like(self.signal)
+        for step, weights in self.done.steps:
+            with self.done.trace.holding(weights):
+                gamma = torch.ones_like(self.sigma[:, 0])
+                if self.norm.weight is not None:
+                    gamma = self.norm.weight.detach().clone()
+            signal, normal = self.signal[:, step], self.normal[:, step]
+            signal = signal - signal.mean((1, 2), keepdim=True)
+            signal = signal - normal * (signal * normal).mean((1, 2), keepdim=True)
+            signal = signal - signal.mean((1, 2), keepdim=True)
+            found[:, step] = signal * (gamma[:, None] / self.sigma[:, step])[:, :, None]
+        self.at_layer = found
+
+    def equations(self, channels: int) -> tuple[Tensor, Tensor]:
+        """The normal matrix (N·pixels)², and the right side for every channel."""
+        # Every row counts alike: its signals are brought to one size.
+        weight = self.at_layer.flatten(1).norm(dim=1)
+        keep = self.good & (weight > 1e-9 * weight.max())
+        signal = self.at_layer[keep] / weight[keep, None, None]
+        target = self.target[keep] / weight[keep, None, None]
+        records = signal.shape[1]
+        normal = torch.zeros(records * self.pixels, records * self.pixels, dtype=signal.dtype)
+        right = torch.zeros(records * self.pixels, channels, dtype=signal.dtype)
+        for offset in range(self.seen.shape[1]):
+            spread = self._spread(signal, offset)
+            normal += spread.T @ spread
+            right += spread.T @ target[:, :, offset]
+        return normal, right
+
+    def _spread(self, signal: Tensor, offset: int) -> Tensor:
+        """The signals, at the pixels that a kernel's offset sees: (outputs, N·pixels)."""
+        outputs, records, _ = signal.shape
+        inside = (self.seen[:, offset] > 0).nonzero()[:, 0]
+        spread = signal.new_zeros(outputs, records, self.pixels)
+        spread[:, :, self.seen[inside, offset] - 1] = signal[:, :, inside]
+        return spread.view(outputs, -1)
+
+    def follow(self, node: fx.Node, value: Tensor) -> float:
+        """Take û and σ from what the layer puts out of this value; by how much û moved."""
+        if self.rows.norm is None:
+            return 0.0
+        before = self.normal
+        normal, sigma = torch.zeros_like(before), torch.zeros_like(self.sigma)
+        for step, weights in self.done.steps:
+            with self.done.trace.holding(weights):
+                out = self.done.trace.affine(self.rows.layer, {node: value[step]}, {})
+            out = out.transpose(0, 1)
+            out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
+            out = out - out.mean((1, 2), keepdim=True)
+            deviation = (out.square().mean((1, 2)) + self.norm.eps).sqrt()
+            normal[:, step] = out / deviation[:, None, None]
+            sigma[:, step] = deviation[:, None].expand(-1, len(step))
+        self.normal, self.sigma = normal, sigma
+        self._behind()
+        self._learn(value)
+        return float((normal - before).norm() / normal.norm())
+
+    def _learn(self, value: Tensor) -> None:
+        """Tell the path what each step added to the gradients of the layer and its norm."""
+        path, trace = self.done.start.path, self.done.trace
+        if path.steps == 1:
+            return
+        assert self.rows.norm is not None
+        flat = value.reshape(len(value), -1, self.pixels)
+        parts, slopes = [], []
+        for step, _ in self.done.steps:
+            parts.append(self._gradient(self.at_layer[:, step], flat[step]))
+            slopes.append((self.signal[:, step] * self.normal[:, step]).sum((1, 2)))
+        weight = trace.told(self.rows.layer, "weight", self.done.gradient)
+        gamma = trace.told(self.rows.norm, "weight", self.done.gradient)
+        assert weight is not None
+        path.learn(weight, torch.stack(parts).view(len(parts), *self.done.gradient[weight].shape))
+        if gamma is not None:
+            path.learn(gamma, torch.stack(slopes))
+
+    def _gradient(self, signal: Tensor, value: Tensor) -> Tensor:
+        """The layer's weight gradient (outputs, channels, offsets) of these records."""
+        columns = value.transpose(1, 2).reshape(-1, value.shape[1])
+        offsets = range(self.seen.shape[1])
+        return torch.stack([self._spread(signal, o) @ columns for o in offsets], 2)
+
+    def lack(self, value: Tensor) -> Tensor:
+        """What the layer's gradient lacks when its input (N, channels, pixels) is this."""
+        return self.observed - self._gradient(self.at_layer, value)
+
+
+def _open(normal: Tensor, steps: int) -> list[Tensor]:
+    """The combinations of pixels that no equation sees, each by its own pixels: behind a batch norm
+    in train mode a constant at an offset that is seen once per window, one per step."""
+    count = steps + 2
+    if len(normal) <= count:
+        return []
+    values, vectors = smallest(normal.numpy(), count)
+    none = values < 10 * RIDGE * float(normal.diagonal().mean())
+    if not none.any():
+        return []
+    if none.all():
+        raise NotApplicable("its equations leave more open than a constant per step")
+    null = torch.from_numpy(vectors[:, none])
+    return [null[:, 0]] if null.shape[1] == 1 else supports(null)
+
+
+def _grounded(value: Tensor, null: list[Tensor]) -> Tensor:
+    """The value (N, channels, pixels) with what is open in it such that each channel's smallest
+    entry there is zero, as behind a ReLU."""
+    if not null:
+        return value
+    flat = value.transpose(1, 2).reshape(-1, value.shape[1])
+    for one in null:
+        shape = one * one.sum().sign()
+        there = shape > 1e-3 * shape.max()
+        shape = shape / shape[there].mean()
+        flat = flat - shape[:, None] * (shape @ flat / shape.square().sum())
+        lowest = flat[there].min(0).values
+        flat = flat - shape[:, None] * lowest
+    return flat.view(len(value), -1, value.shape[1]).transpose(1, 2)
+
+
+def _sized(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
+    """The value with the size, step by step, of a ReLU behind batch norms: only the ε of those that
+    see it depends on that."""
+    moments = _moments(done.trace, node)
+    if moments is None:
+        return value
+    mean, variance = moments
+    ratio = mean / variance.sqrt()
+    below = torch.special.ndtr(ratio)
+    density = torch.exp(-ratio.square() / 2) / math.sqrt(2 * math.pi)
+    energy = float(((mean**2 + variance) * below + mean * variance.sqrt() * density).mean())
+    value = value.clone()
+    for step, _ in done.steps:
+        value[step] *= (energy / float(value[step].square().mean())) ** 0.5
+    return value
+
+
+def _moments(trace: Trace, node: fx.Node) -> tuple[Tensor, Tensor] | None:
+    """Mean and variance, channel by channel, of what enters a ReLU: those of the batch norms that
+    are added up in it; None where something else is."""
+    if trace.kind[node] != "relu":
+        return None
+    left = list(node.all_input_nodes)
+    means, variances = [], []
+    while left:
+        one = left.pop()
+        if one in trace.norms:
+            norm = trace.module.get_submodule(str(one.target))
+            assert isinstance(norm, _BatchNorm)
+            if norm.weight is None:
+                return None
+            means.append(norm.bias.double())
+            variances.append(norm.weight.double().square())
+        elif trace.kind[one] == "relu":  # a skip: it adds as much as half a normal has
+            means.append(torch.full((trace.shape[one][0],), 0.4, dtype=torch.float64))
+            variances.append(torch.full((trace.shape[one][0],), 0.34, dtype=torch.float64))
+        elif trace.channelwise(one):
+            left.extend(one.all_input_nodes)
+        else:
+            return None
+    return torch.stack(means).sum(0), torch.stack(variances).sum(0).clamp_min(1e-12)
 
 
 def _few(rows: Tensor) -> Tensor:
@@ -178,18 +506,23 @@ def _correct(done: Peeled, layer: fx.Node, left: Tensor, seen: Tensor, spoilt: T
     above = trace.activation_above(layer)
     if above is None or above not in known or trace.kind[above] != "relu":
         return
-    views = windows(seen, trace.layer(layer)).flatten(0, 1)  # (N·positions, inputs·k²)
+    views = windows(seen, trace.layer(layer))
+    if trace.norms:
+        for step, _ in done.steps:
+            views[step] -= views[step].mean((0, 1))
+    views = views.flatten(0, 1)  # (N·positions, inputs·k²)
     sizes = views.norm(dim=1).clamp_min(1e-30)
     value = known[above].clone()
     by_channel = value.flatten(2) if value.dim() > 2 else value[:, :, None]
     positions = by_channel.shape[2]
+    small = by_channel < SMALL * value.max()  # a larger one is no zero
     rows = done.observed(layer).flatten(1)
     for row in spoilt.nonzero().flatten().tolist():
         lack = left[row]
         for _ in range(ROUNDS):
             if lack.norm() < max(0.05 * left[row].norm(), 1e-4 * rows[row].norm()):
                 break
-            fits = views @ lack / sizes
+            fits = views @ lack / sizes * small[:, row].flatten()
             best = int(fits.abs().argmax())
             lack = lack - fits[best] / sizes[best] * views[best]
             entry = (best // positions, row, best % positions)
@@ -211,11 +544,41 @@ def _above(done: Peeled, node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _signals(done: Peeled, node: fx.Node) -> dict[fx.Node, Tensor]:
+def _signals(done: Peeled, node: fx.Node) -> list[Rows]:
     """∂L/∂(output) of the layers that see `node` and that the signal at the top reaches; of those
     whose weight gradient is known and theirs alone."""
     trace, start, known = done.trace, done.start, done.known
     reach = known.keys() | {node}
+    layers = [
+        layer
+        for layer in trace.layers()
+        if trace.told(layer, "weight", done.gradient)
+        and node in (sources := trace.sources[layer.all_input_nodes[0]])
+        and sources <= reach
+    ]
+    behind = {layer: _norm_behind(trace, layer) for layer in layers}
+    places = {layer: norm or layer for layer, norm in behind.items()}
+    found: dict[fx.Node, Tensor] = {}
+    for step, weights in done.steps:
+        with trace.holding(weights):
+            for layer, slope in _slopes(done, node, step, places).items():
+                shape = (len(start.maps), *slope.shape[1:])
+                found.setdefault(layer, slope.new_zeros(shape))[step] = slope
+    return [Rows(layer, behind[layer], slope) for layer, slope in found.items() if slope.any()]
+
+
+def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node | None:
+    """The batch norm in train mode that a layer's output enters, and nothing else."""
+    users = list(layer.users)
+    return users[0] if len(users) == 1 and users[0] in trace.norms else None
+
+
+def _slopes(
+    done: Peeled, node: fx.Node, step: Tensor, places: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, Tensor]:
+    """∂L/∂(place) of these layers, for the records of one step."""
+    trace, start = done.trace, done.start
+    known = {one: value[step] for one, value in done.known.items()}
     values: dict[fx.Node, Any] = {}
 
     def value(one: fx.Node) -> Any:
@@ -224,8 +587,9 @@ def _signals(done: Peeled, node: fx.Node) -> dict[fx.Node, Tensor]:
                 entering = value(one.all_input_nodes[0])  # may be anything: it only passes slopes
                 slope = trace.slope(one, known[one])
                 values[one] = known[one] + slope * (entering - entering.detach())
-            elif trace.bent(one):  # its value plays no part: only slopes are wanted
-                shape = (len(start.maps), *trace.shape[one])
+            elif trace.bent(one) or (one in trace.norms and not trace.sources[one] <= known.keys()):
+                # Its value plays no part: only slopes are wanted.
+                shape = (len(step), *trace.shape[one])
                 values[one] = start.maps.new_zeros(shape).requires_grad_()
             else:
                 values[one] = trace.apply(one, {n: value(n) for n in one.all_input_nodes})
@@ -233,24 +597,13 @@ def _signals(done: Peeled, node: fx.Node) -> dict[fx.Node, Tensor]:
 
     with torch.enable_grad():
         top = value(start.top)
-    layers = [
-        layer
-        for layer in trace.layers()
-        if layer in values
-        and trace.told(layer, "weight", done.gradient)
-        and node in (sources := trace.sources[layer.all_input_nodes[0]])
-        and sources <= reach
-    ]
-    if not layers:
+    reached = {layer: place for layer, place in places.items() if place in values}
+    if not reached:
         return {}
     slopes = torch.autograd.grad(
-        top, [values[layer] for layer in layers], start.signal, allow_unused=True
+        top, [values[p] for p in reached.values()], start.signal[step], allow_unused=True
     )
-    return {
-        layer: slope
-        for layer, slope in zip(layers, slopes, strict=True)
-        if slope is not None and slope.any()
-    }
+    return {layer: slope for layer, slope in zip(reached, slopes, strict=True) if slope is not None}
 
 
 def _weight_gradient(layer: nn.Conv2d | nn.Linear, seen: Tensor, signal: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -143,6 +144,32 @@ class Trace:
         name = self._own.get((node, attribute))
         return name if name in gradient and gradient[name].any() else None
 
+    def parameters(self) -> Named:
+        """Those that the network uses, by name."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    @contextmanager
+    def holding(self, weights: Named | None) -> Iterator[None]:
+        """Inside, the network has other weights: those of a later local step."""
+        held = dict(self.module.named_parameters())
+        changed = {name: held[name].data for name in weights or {} if name in held}
+        for name in changed:
+            held[name].data = (weights or {})[name].double()
+        try:
+            yield
+        finally:
+            for name, value in changed.items():
+                held[name].data = value
+
+    def moved(self, weights: Named) -> Trace:
+        """The same graph with other weights."""
+        other = copy.copy(self)
+        other.module = copy.deepcopy(self.module)
+        held = dict(other.module.named_parameters())
+        for name in weights.keys() & held.keys():
+            held[name].data = weights[name].double()
+        return other
+
     def named(self, name: str) -> fx.Node:
         """The node of this name: traces of one network at different weights share their names."""
         found: fx.Node = next(node for node in self.nodes if node.name == name)
@@ -208,6 +235,15 @@ class Trace:
         sums = (operator.add, operator.iadd, torch.add, "add", "detach")
         modules = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Identity, nn.Dropout)
         return node.target in sums or self._module(node, *modules)
+
+    def centred(self, node: fx.Node) -> bool:
+        """Whether the signals at a node sum to zero, channel by channel, over a batch: whatever it
+        passes on enters a batch norm in train mode."""
+        return bool(node.users) and all(
+            user in self.norms
+            or ((self.channelwise(user) or user.target is torch.cat) and self.centred(user))
+            for user in node.users
+        )
 
     def activation_above(self, layer: fx.Node) -> fx.Node | None:
         """The activation that a layer's output enters entry by entry."""

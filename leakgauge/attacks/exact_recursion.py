@@ -10,36 +10,36 @@ https://arxiv.org/abs/2403.03945) with the overlap of convolution windows:
 3. *Finish*. Each image alone, from the lowest activations a_k known of it:
    min_x Σ_k ‖f_k(x) − a_k‖²/‖a_k‖², unless the peeling reached the image itself.
 
-Needs: the local training (one step of SGD, batch norm in eval mode or none) and the number of
-records. No labels, no statistics, no prior on images. It says in words where it cannot apply.
-All is double precision on the CPU. The residual is the relative distance of the found batch's
-gradient from the observed one.
+Batch norm in train mode and several local steps are no obstacle to the first two; they tie the
+images of a batch together, so that the third is a search for all of them at once, which needs a
+start: see separate_and_decode.py.
+
+Needs: the local training (SGD) and the number of records. No labels, no statistics, no prior on
+images. It says in words where it cannot apply. All is double precision on the CPU but that search.
+The residual is the relative distance of the update that the found batch leads to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 
-from leakgauge.attacks._layers import gradient_sum, told
+from leakgauge.attacks._finish import finish
+from leakgauge.attacks._layers import told
 from leakgauge.attacks._peeling import FOUND, Peeled, Watch, invert, peel
-from leakgauge.attacks._separation import Separated, separate
-from leakgauge.attacks._trace import Trace
-from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl.local import loss, minibatches, ready
+from leakgauge.attacks._separation import gradient_of, separate, traced
+from leakgauge.errors import InputError
+from leakgauge.fl.local import advance, minibatches, outputs, ready, start
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
 from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
-    LocalTraining,
     Named,
     Observation,
     Reconstruction,
@@ -88,34 +88,42 @@ class ExactRecursion:
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
         resources = resources or Resources()
-        gradient = gradient_of(seen)
-        training, records = told(seen, NAME)
-        trace = Trace(seen.model, seen.record.shape)
-        begun = separate(trace, gradient, records, rng)
-        watch = Watch(resources, total=trace.depth(begun.source) + records)
-        watch(begun.misfit)
-        done = peel(trace, gradient, begun, watch)
-        images, misfits = self._finish(done, records, rng, watch)
-        inputs = seen.record.leaving(images).clamp(0, 1)
+        _, records = told(seen, NAME)
+        read = Read(seen, rng, resources, records)
+        begun, done, watch = read.begun, read.done, read.watch
+        if trace_together(done):
+            images, misfits = self._together(read, rng)
+        else:
+            images, misfits = self._finish(done, len(begun.maps), rng, watch)
+        chosen = begun.once(records)
+        inputs = seen.record.leaving(images[chosen]).clamp(0, 1)
+        misfits = [misfits[i] for i in chosen.tolist()]
         met = sum(misfit < FOUND for misfit in misfits)
         notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
-        if met < records:
-            notes.append(f"{met} of {records} images meet the activations known of them")
+        if trace_together(done):
+            notes.append(
+                "batch norm ties the images of a batch together: they are searched at once, which "
+                "needs a start: the attack separate-and-decode has one, this attack has none"
+            )
+        if met < len(chosen):
+            notes.append(f"{met} of {len(chosen)} images meet the activations known of them")
+        labels = begun.labels[chosen]
         return Reconstruction(
             inputs=inputs.float(),
-            labels=begun.labels,
-            residual=_distance(seen, training, gradient, inputs, begun.labels),
+            labels=labels,
+            residual=read.residual(inputs, labels),
             stopped="time" if watch.notes else "done",
             notes=tuple(notes + watch.notes),
-            facts={
-                "separated_at": str(begun.layer.target),
-                "separation_misfit": begun.misfit,
-                "peeled_to": done.lowest.name,
-                "peeled": len(done.known),
-                "images_met": met,
-                "misfits": misfits,
-            },
+            facts=read.facts() | {"images_met": met, "misfits": misfits},
         )
+
+    def _together(self, read: Read, rng: torch.Generator) -> tuple[Tensor, list[float]]:
+        """Normalised images, searched at once from faint noise, and how far each misses the
+        activations known of it."""
+        shape = (len(read.begun.maps), *read.trace.shape[read.trace.input])
+        begin = 0.1 * torch.randn(shape, generator=rng)
+        images, misfits = read.finish(begin, self.evaluations // 4)
+        return images.double(), misfits.tolist()
 
     def _finish(
         self, done: Peeled, records: int, rng: torch.Generator, watch: Watch
@@ -140,59 +148,88 @@ class ExactRecursion:
         return torch.cat(images), misfits
 
 
-def separable(seen: Observation, rng: torch.Generator) -> Separated:
-    """A client's check before sending: what a server could read of each record in this update,
-    without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
-    in this way."""
-    gradient = gradient_of(seen)
-    _, records = told(seen, NAME)
-    return separate(Trace(seen.model, seen.record.shape), gradient, records, rng)
+class Read:
+    """What the update tells of every record without a search: separated, then peeled."""
 
+    def __init__(
+        self, seen: Observation, rng: torch.Generator, resources: Resources, more: int = 0
+    ) -> None:
+        self.gradient = gradient_of(seen)
+        self.seen = seen
+        self.training, records = told(seen, NAME)
+        self.trace = traced(seen)
+        self.begun = separate(self.trace, self.gradient, records, rng, self.training)
+        depth = self.trace.depth(self.begun.source)
+        self.watch = Watch(resources, total=depth + more)
+        self.watch(self.begun.misfit)
+        self.done = peel(self.trace, self.gradient, self.begun, self.watch)
+        self.weights: tuple[Named, ...] = self.begun.path.weights
 
-def gradient_of(seen: Observation) -> Named:
-    """The gradient behind an update of one step, in double precision."""
-    training, records = told(seen, NAME)
-    pictures(seen.record)
-    _check(seen.model, training, records)
-    return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
+    def facts(self) -> dict[str, Any]:
+        return {
+            "separated_at": str(self.begun.layer.target),
+            "separation_misfit": self.begun.misfit,
+            "peeled_to": self.done.lowest.name,
+            "peeled": len(self.done.known),
+            "local_steps": len(minibatches(told(self.seen, NAME)[1], self.training)),
+        }
 
-
-def _check(model: nn.Module, training: LocalTraining, records: int) -> None:
-    steps = len(minibatches(records, training))
-    refusals = {
-        f"the client took {steps} steps, whose gradients at different weights add up": steps > 1,
-        f"an update by {training.optimiser!r} is rescaled entry by entry": (
-            training.optimiser != "sgd"
-        ),
-        "batch norm in train mode mixes the records of a batch": (
-            training.batch_norm == "train" and _has(model, _BatchNorm)
-        ),
-        "dropout hides part of the network": training.dropout != "off" and _has(model, _DropoutNd),
-    }
-    for reason, holds in refusals.items():
-        if holds:
-            raise NotApplicable(f"{NAME} needs one plain step of SGD, but {reason}")
-
-
-def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
-
-
-def _distance(
-    seen: Observation, training: LocalTraining, gradient: Named, inputs: Tensor, labels: Tensor
-) -> float:
-    """‖g' − g‖/‖g‖ for these images."""
-    live = replace(seen.setting, model=ready(seen.model, training).double())
-    values = {name: p.detach().requires_grad_() for name, p in parameters(live.model).items()}
-    with torch.enable_grad():
-        found = torch.autograd.grad(
-            loss(live, values, inputs, labels, training),
-            list(values.values()),
-            materialize_grads=True,  # a parameter the loss does not use stays
+    def finish(self, begin: Tensor, evaluations: int) -> tuple[Tensor, Tensor]:
+        """Normalised images from `begin`, by the lowest activations known, in the batches and with
+        the weights of their steps; and how far each misses them."""
+        node = self.done.lowest
+        if node is self.trace.input:
+            return self.done.known[node], torch.zeros(len(begin))
+        return finish(
+            [self.trace.moved(weights) for weights in self.weights],
+            self.begun.steps,
+            node.name,
+            self.done.known[node],
+            begin,
+            pictures(self.seen.record),
+            free_scale=bool(self.trace.norms),
+            evaluations=evaluations,
+            go_on=lambda misfit: self.watch.open(),
         )
-    return _norm([f - gradient[n] for n, f in zip(values, found, strict=True)]) / _norm(
-        list(gradient.values())
-    )
+
+    def replay(self, images: Tensor) -> Named:
+        """The update that these normalised images, one per appearance, lead to with the labels
+        found; afterwards the weights of the steps are those of this training."""
+        live = ready(self.seen.model, self.training).double()
+        before = parameters(live)
+        names, buffers = list(before), {n: b.clone() for n, b in live.named_buffers()}
+        state = start([before[name].detach() for name in names], self.training)
+        weights = []
+        for number, step in enumerate(self.begun.steps):
+            values = dict(zip(names, state.weights, strict=True))
+            weights.append({name: value.detach() for name, value in values.items()})
+            leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+            with torch.enable_grad():
+                out = outputs(live, leaves | buffers, images[step].double(), self.training, number)
+                objective = self.seen.task.loss(out, self.begun.labels[step])
+            slope = torch.autograd.grad(objective, list(leaves.values()), materialize_grads=True)
+            with torch.no_grad():
+                state = advance(state, slope, self.training)
+        self.weights = tuple(weights)
+        return dict(zip(names, state.moved, strict=True))
+
+    def residual(self, inputs: Tensor, labels: Tensor) -> float:
+        """‖u' − u‖/‖u‖ for these images, one per record and in the order of `once`."""
+        chosen = self.begun.once(len(inputs))
+        rows = torch.nn.functional.normalize(self.begun.maps.flatten(1))
+        nearest = (rows @ rows[chosen].T).argmax(1)
+        entering = self.seen.record.entering(inputs.double())[nearest]
+        held = self.weights
+        found = self.replay(entering)
+        self.weights = held
+        return _norm([found[n] - u for n, u in self.seen.update.items()]) / _norm(
+            list(self.seen.update.values())
+        )
+
+
+def trace_together(done: Peeled) -> bool:
+    """Whether images cannot be found one by one: batch norm in train mode, or several steps."""
+    return bool(done.trace.norms) or len(done.start.steps) > 1
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -14,7 +14,10 @@ error e_i = ∂L/∂logits_i is its softmax minus its label, over n; the last bi
 of them. So for one record that *is* e, and for more, e_i = (p̄ − y_i)/n with the p̄ that makes the
 sum right. Errors then need not be found by way of images: where logits are large, as after
 training or with fan-in weights, the candidates' own softmax is far from the truth for long, and
-misleads. The last stage is the plain problem again.
+misleads. Where they are small it is near the truth from the start, and its slope helps one record a
+little. So `errors="auto"` reads them in a batch, and for one record when smooth random images, in
+the modes of the training, have a softmax that misses the record's p by more than STRAY of its
+error: mean_s Σ|p_s − p| > STRAY·Σ|p − y|. The last stage is the plain problem again.
 
 With `space="generator"` the first stage moves the weights of a random generator instead, with a
 twentieth of `lr` and a quarter of `tv`, and the others move its images on as pixels: for batches
@@ -32,7 +35,7 @@ them, record by record. Where nothing can be read the notes say why, and the sea
 
 Needs: the local training and the number of records. Labels are inferred unless `labels="known"`.
 Facts: `search_iterations` and `search_distance`, where the last stage began; `finish`, its kind;
-`errors`: read, or why not.
+`errors`: read or the candidates' own, and why.
 What was tried on the way here, with its numbers: docs/methods/smooth-to-sharp.md.
 """
 
@@ -40,14 +43,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge.attacks._engine import Trust
-from leakgauge.attacks._labels import infer
+from leakgauge.attacks._labels import STAND_IN_SEED, infer, smooth_noise
 from leakgauge.attacks._layers import gradient_sum, last_linear, told
 from leakgauge.attacks._matching import (
     Adam,
@@ -64,22 +67,26 @@ from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, relative_l1, relative_squared, weighted
 from leakgauge.attacks._peeling import Watch, peel
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._separation import separate
+from leakgauge.attacks._separation import gradient_of, separate
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.attacks.inverting_gradients import InvertingGradients
-from leakgauge.errors import NotApplicable
-from leakgauge.fl.local import minibatches
+from leakgauge.errors import InputError, NotApplicable
+from leakgauge.fl.local import logits, minibatches, ready
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, option
+from leakgauge.records import pictures
 from leakgauge.types import Observation, Reconstruction, Resources
 
-distance = weighted((1.0, cosine), (1.0, relative_l1))
+ErrorRule: TypeAlias = Literal["auto", "read", "own"]
 
+distance = weighted((1.0, cosine), (1.0, relative_l1))
 
 STAGES = ((1 / 2, 1.0, 1.0), (1 / 3, 0.08, 0.1), (1 / 6, 0.01, 0.01))
 """Of each stage: its share of the iterations, and its factors of `lr` and of `tv`."""
 BALANCE = 0.05  # by how much of its size the gradient of the last bias may miss zero in sum
+STRAY = 0.1  # by how much of an error random images' own may miss it, and still be taken
+STAND_INS = 32  # random images that tell it
+OWN = "the candidates' own"
 GENERATOR = (0.05, 0.25)
 """The first stage's factors where it moves the weights of a generator, which is a prior itself."""
 
@@ -89,8 +96,9 @@ class SmoothToSharp(LabelledSearch):
     """Finds a smooth image, then sharpens it (our own).
 
     `lr` and `tv` are those of the first stage. `basin` is the distance below which the last is
-    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. With
-    `errors` off the candidates' own errors are taken in all stages."""
+    L-BFGS. `space` and `restarts` are of the first stage: the others move its pixels on. `errors`
+    are read for the first two stages, or the candidates' own; "auto" reads those of a batch, and
+    of one record where logits are large."""
 
     papers: ClassVar[tuple[Paper, ...]] = InvertingGradients.papers  # our own, on its ground
     iterations: int = 600
@@ -98,66 +106,119 @@ class SmoothToSharp(LabelledSearch):
     tv: float = 0.2
     basin: float = option(0.02, FROM_0)
     activations: float = option(0.0, FROM_0)
-    errors: bool = True
+    errors: ErrorRule = "auto"
+
+    def __post_init__(self) -> None:
+        if self.errors not in get_args(ErrorRule):
+            raise ValueError(f'errors must be "auto", "read" or "own", got {self.errors!r}')
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        labels = infer(seen, self.labels, rng)
-        priors: list[Prior] = []
-        notes: tuple[str, ...] = ()
-        if self.activations:
-            try:
-                penalty, labels, read = recovered(seen, rng, resources)
-                priors = [(penalty, constant(self.activations))]
-            except NotApplicable as reason:
-                read = f"no activations to meet: {reason}"
-            notes = (read,)
-        errors, source = None, "the candidates' own"
-        if self.errors:
-            try:
-                errors, source = errors_of(seen, labels), "read"
-            except NotApplicable as reason:
-                source += f": {reason}"
-        counts = lengths(self.iterations)
-        left = shared(resources, self.iterations + (self.restarts - 1) * counts[0])
-        run: Reconstruction | None = None
-        trust = Trust()
-        for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
-            rest = left(run.iterations if run else 0)
-            if run and (not count or rest.seconds == 0):
-                break
-            if run is None and self.space == "generator":
-                rate, weight = GENERATOR
-            near = run is not None and number == len(STAGES) - 1 and run.residual < self.basin
-            search = Search(count, derivative=self.derivative)  # moves pixels on
-            stage = match(
-                seen,
-                relative_squared if near else distance,
-                search if run else replace(self, iterations=max(count, 1)),
-                labels=labels,
-                priors=() if near else (*priors, (total_variation, constant(weight * self.tv))),
-                optimiser=Lbfgs() if near else Adam(rate * self.lr, cosine_decay(), signed=True),
-                begin=run.inputs if run else None,
-                box="none" if near else "clamp",
-                errors=None if number == len(STAGES) - 1 else errors,
-                dtype=torch.float64 if near else torch.float32,
-                trust=trust,
-                rng=rng,
-                resources=rest,
+        return staged(self, seen, rng, resources)
+
+
+def staged(
+    attack: SmoothToSharp,
+    seen: Observation,
+    rng: torch.Generator,
+    resources: Resources | None = None,
+    begin: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> Reconstruction:
+    """The attack's stages. `begin` are images that another method made, for the first stage to
+    start from, and `labels` those of these images, in their order."""
+    if begin is not None:
+        if labels is None or len(labels) != len(begin) or attack.activations:
+            raise InputError(
+                "images to begin from need their labels, one for each in the same order, and no "
+                f"activations, which have an order of their own: got {len(begin)} images, "
+                f"{'no' if labels is None else len(labels)} labels, "
+                f"activations = {attack.activations:g}"
             )
-            if run is None:
-                run = stage
-                continue
-            run = joined(
-                run,
-                stage,
-                search_iterations=run.iterations,
-                search_distance=run.residual,
-                finish="second order" if near else "first order",
-            )
-        assert run is not None
-        return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": source})
+        attack = replace(attack, restarts=1)  # another would begin and end as the first
+    if labels is None:
+        labels = infer(seen, attack.labels, rng)
+    priors: list[Prior] = []
+    notes: tuple[str, ...] = ()
+    if attack.activations:
+        try:
+            penalty, labels, read = recovered(seen, rng, resources)
+            priors = [(penalty, constant(attack.activations))]
+        except NotApplicable as reason:
+            read = f"no activations to meet: {reason}"
+        notes = (read,)
+    errors, source = held(seen, attack.errors, labels)
+    counts = lengths(attack.iterations)
+    left = shared(resources, attack.iterations + (attack.restarts - 1) * counts[0])
+    run: Reconstruction | None = None
+    trust = Trust()
+    for number, (count, (_, rate, weight)) in enumerate(zip(counts, STAGES, strict=True)):
+        rest = left(run.iterations if run else 0)
+        if run and (not count or rest.seconds == 0):
+            break
+        if run is None and attack.space == "generator":
+            rate, weight = GENERATOR
+        near = run is not None and number == len(STAGES) - 1 and run.residual < attack.basin
+        search = Search(count, derivative=attack.derivative)  # moves pixels on
+        stage = match(
+            seen,
+            relative_squared if near else distance,
+            search if run else replace(attack, iterations=max(count, 1)),
+            labels=labels,
+            priors=() if near else (*priors, (total_variation, constant(weight * attack.tv))),
+            optimiser=Lbfgs() if near else Adam(rate * attack.lr, cosine_decay(), signed=True),
+            begin=run.inputs if run else begin,
+            box="none" if near else "clamp",
+            errors=None if number == len(STAGES) - 1 else errors,
+            dtype=torch.float64 if near else torch.float32,
+            trust=trust,
+            rng=rng,
+            resources=rest,
+        )
+        if run is None:
+            run = stage
+            continue
+        run = joined(
+            run,
+            stage,
+            search_iterations=run.iterations,
+            search_distance=run.residual,
+            finish="second order" if near else "first order",
+        )
+    assert run is not None
+    return replace(run, notes=notes + run.notes, facts=run.facts | {"errors": source})
+
+
+def held(seen: Observation, rule: ErrorRule, labels: Tensor) -> tuple[Tensor | None, str]:
+    """The errors that the first stages hold, None for the candidates' own; and in words which."""
+    if rule == "own":
+        return None, OWN
+    try:
+        errors = errors_of(seen, labels)
+    except NotApplicable as reason:
+        return None, f"{OWN}: {reason}"
+    if rule == "read":
+        return errors, "read"
+    if len(errors) > 1:
+        return errors, "read: several records"
+    off = stray(seen, errors[0], labels[0])
+    words = f"errors of random images miss the one read by {off:.1%} (limit {STRAY:.0%})"
+    return (None, f"{OWN}: {words}") if off <= STRAY else (errors, f"read: {words}")
+
+
+def stray(seen: Observation, error: Tensor, label: Tensor) -> float:
+    """How far the candidate's own error will be from the one read while it looks like nothing: the
+    mean of Σ|p_s − p| over smooth random images, in units of Σ|p − y|."""
+    training, _ = told(seen, "smooth-to-sharp")
+    setting = replace(seen.setting, model=ready(seen.model, training).float())
+    rng = torch.Generator().manual_seed(STAND_IN_SEED)
+    images = smooth_noise((STAND_INS, *pictures(seen.record).shape), rng)
+    with torch.no_grad():  # one by one, as the client had its record
+        said = [logits(setting, {}, image, training) for image in torch.split(images, 1)]
+    own = torch.cat(said).softmax(1)
+    p = error + F.one_hot(label, len(error)).to(error)
+    return float((own - p).abs().sum(1).mean() / error.abs().sum())
 
 
 def errors_of(seen: Observation, labels: Tensor) -> Tensor:
@@ -187,7 +248,9 @@ def recovered(
     """How far images miss the activations that the update tells, the labels in the order of those
     activations, and what was read in words."""
     gradient = gradient_of(seen)
-    _, records = told(seen, "smooth-to-sharp")
+    training, records = told(seen, "smooth-to-sharp")
+    if training.batch_norm == "train" or len(minibatches(records, training)) > 1:
+        raise NotApplicable("the search meets activations one by one, at the weights it was sent")
     trace = Trace(seen.model, seen.record.shape)
     begun = separate(trace, gradient, records, rng)
     watch = Watch(replace(resources or Resources(), progress=None), total=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit import checks
 from leakgauge.audit.results import (
     Decided,
@@ -226,6 +227,43 @@ def sentences(
 
 def defended(defence: str) -> str:
     return "no defence" if defence == "none" else f"defence {defence}"
+
+
+# What an update shows before any attack
+
+
+OUTSIDE = "Outside this regime the exact method does not apply; other attacks may still work."
+NOISE = "noise of a thousandth of the update's root mean square"
+
+
+def exposed(found: Exposure) -> str:
+    """What the update of a round shows exactly, and by which layer."""
+    if found.layer is None:
+        return f"No layer of this model shows records exactly: {found.reason.rstrip('.')}."
+    held = _number(found.views, "record")
+    if found.views != found.records:
+        held = f"{_number(found.records, 'record')}, used {found.views:,} times"
+    most = f"the activations of up to {_number(found.limit, 'record')} exactly"
+    if found.exposed:
+        return (
+            f"Exposed before any attack: an update here holds {held}, and {found.layer} can show "
+            f"{most}."
+        )
+    return f"An update here holds {held}: too many for {found.layer}, which can show {most}."
+
+
+def way_out(found: Exposure) -> str:
+    """What would have to change for an update to leave the regime of the exact method."""
+    if found.layer is None:
+        return "Other attacks may still work."
+    if not found.exposed:
+        return OUTSIDE
+    most = f"{found.limit * found.records // found.views:,} records in a round like this"
+    also = f" ({most})" if found.views != found.records else ""
+    return (
+        f"More than {_number(found.limit, 'record')} per update, batch size × local steps{also}, "
+        f"or {NOISE} leave this regime. {OUTSIDE}"
+    )
 
 
 def _number(count: int, noun: str) -> str:

@@ -32,7 +32,7 @@ from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import simulate, tampered, target
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
-from leakgauge.kept import Checkpoint, key_of
+from leakgauge.kept import Checkpoint, alone, key_of
 from leakgauge.tensors import seeded
 from leakgauge.types import (
     Batch,
@@ -44,6 +44,7 @@ from leakgauge.types import (
     Resources,
     Round,
     Scorer,
+    Target,
 )
 
 HISTORY_POINTS = 200
@@ -70,15 +71,18 @@ class Bench:
         measurements(plan.metrics, plan.document.audit.limit)  # a metric's name may be refused
         # What a metric reads is read here, so that its absence is said at once.
         self.measures = measures or {n: metrics.loaded(one) for n, one in plan.metrics.items()}
+        self._attacks = plan.attacks  # also where a forecast shortens them: they prepare the same
+        self._preparing = 0.0  # CPU seconds of the running trial
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
     def run(self, case: Case, progress: Progress) -> Done:
         """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
+        self._preparing = 0.0
 
         def took() -> Times:
-            return Times(time.monotonic() - began, time.process_time() - cpu)
+            return Times(time.monotonic() - began, time.process_time() - cpu, self._preparing)
 
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
         seen = None
@@ -105,7 +109,9 @@ class Bench:
         attack_rng = seeded(case.seed, f"attack/{alone}")
         if seen is None:
             assert isinstance(attack, PreparedAttack)
+            before = time.process_time()
             round_, kept = self._played(case, attack, round_, attack_rng, resources)
+            self._preparing = time.process_time() - before
             seen = threat.observe(round_, who, kept=kept)
         guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
         found = found_by(guess, seen)
@@ -146,21 +152,46 @@ class Bench:
     ) -> tuple[Exchange, Kept | None]:
         """The round as it is under this attack, and what the attack kept of its preparation: one
         that changes the model has the clients train on what it sent."""
-        victims = threat.victims(round_, case.threat(self.plan))
-        aim = target(round_, self.plan.public, victims)
+        if not attack.manipulates:
+            return round_, self.fitted(case, round_, resources)
+        aim = self._aim(case, round_)
         key = key_of(attack, aim, rng)
         place = Checkpoint(self.prepared / f"{key}.safetensors", key)
         made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
         if made.models:
-            if not attack.manipulates:
-                raise InputError(
-                    f"attack {case.attack!r} says that it changes no model, but its prepare() gave "
-                    "one to send: set manipulates = True"
-                )
             if not isinstance(round_, Round):
                 raise NotApplicable("it changes the model before a round, and this one is over")
             round_ = tampered(round_, made, seeded(case.seed, "tampered"))
         return round_, made.kept
+
+    def _aim(self, case: Case, round_: Exchange) -> Target:
+        public = self.plan.public if len(self.plan.public) else None
+        return target(round_, public, threat.victims(round_, case.threat(self.plan)))
+
+    def fitted(self, case: Case, round_: Exchange, resources: Resources) -> Kept:
+        """What an attack that changes no model prepares for this round. It is drawn from a seed of
+        its own, so that every trial with the same model, training and public records meets what
+        the first one of them has finished; one that comes while that is at work waits for it."""
+        attack, aim = self._attacks[case.attack], self._aim(case, round_)
+        assert isinstance(attack, PreparedAttack)
+        key = key_of(attack, aim)
+        finished = Checkpoint(self.prepared / f"{key}.finished.safetensors", key)
+        with alone(self.prepared / f"{key}.lock"):
+            if (kept := finished.load()) is not None:
+                return kept
+            place = Checkpoint(self.prepared / f"{key}.safetensors", key)
+            rng = seeded("prepare", type(attack).__qualname__)
+            made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
+            if made.models:
+                raise InputError(
+                    f"attack {case.attack!r} says that it changes no model, but its prepare() gave "
+                    "one to send: set manipulates = True"
+                )
+            finished.save(made.kept)
+            place.path.unlink(missing_ok=True)
+            kept = finished.load()  # as all later trials meet it
+            assert kept is not None
+            return kept
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
         """With what the guard of the attacked client, without a memory, says of the model sent to

@@ -67,6 +67,7 @@ def filled(document: Document, found: Manifests) -> Document:
         records=first.sizes[0] if len({*first.sizes}) == 1 else "all",
         server_lr=first.server_lr,
         rounds=tuple(range(len(found))),
+        public=document.federation.public,
     )
     for name in (one.name for one in fields(Federation)):
         given = getattr(document.federation, name)

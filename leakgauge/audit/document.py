@@ -26,8 +26,8 @@ class Federation:
     "…" }` names a folder of captured rounds, which say themselves what follows (model, training,
     record, clients). `record` says how records are normalised before they enter the model. `rounds`
     lists the attack stages: honest rounds played before the one that is attacked. `public` records
-    are set aside for a malicious server: no client holds them (default: a quarter, at most a
-    thousand, if `threat.malicious`)."""
+    are held by the attacker and by no client: so many of the data, set aside, or a data set, named
+    as in `data` (default: see public.py)."""
 
     data: str | Table
     model: str | Table | None = None
@@ -42,7 +42,7 @@ class Federation:
     weighting: Weighting = "records"
     partition: str | Table = "iid"
     rounds: tuple[int, ...] = (0,)
-    public: int | None = None
+    public: int | str | Table | None = None
 
     @property
     def captured(self) -> str | None:
@@ -56,7 +56,7 @@ class Federation:
             )
         if self.clients < 1:
             raise ValueError(f"clients must be at least 1, got {self.clients}")
-        if self.public is not None and self.public < 0:
+        if isinstance(self.public, int) and self.public < 0:
             raise ValueError(f"public must be 0 or more records, got {self.public}")
         if not 0 < self.training.lr < math.inf:
             raise ValueError(

@@ -7,6 +7,11 @@ attack is measured on the audited federation and on the known-weak twin, where t
 Rungs of the ladder lie between the two, in proportion to the records that a client's steps see.
 An attack without iterations is run whole.
 
+What an attack prepares that changes no model is shared by the trials with the same weights and
+training, and counted apart, once for each of them. It is tried for a few seconds: its own signs of
+progress tell how much of it that was. One that gives none, or does not stop, is timed whole. An
+attack that changes the model prepares in every trial, as a part of it.
+
 The forecast is CPU time of all threads, because that does not depend on how busy the machine is. It
 has an interval: a timing is worth ± MARGIN, and which attack climbs the ladder is known only after
 the controls, unless one recovered pictures in the calibration already. How far it was off stands in
@@ -15,6 +20,7 @@ the result beside the actual time.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import resource
 import statistics
@@ -35,23 +41,28 @@ from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.plan import Plan
+from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import step_count
-from leakgauge.fl.simulate import records_of
-from leakgauge.types import Attack, Iterative
+from leakgauge.fl.simulate import initial_model, records_of
+from leakgauge.tensors import raw, seeded
+from leakgauge.types import Attack, Iterative, PreparedAttack, Resources
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
 ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
 LONGEST = 200  # iterations of a timed trial
+TRIED = 4.0  # seconds for which a preparation is tried
 MARGIN = 0.25  # of a forecast, from the timing alone: docs/methods/audit.md has measured errors
 
 
 @dataclass(frozen=True)
 class Applicability:
-    """Whether an attack of the plan applies, why not, and what one trial of it costs."""
+    """Whether an attack of the plan applies, why not, and what one trial of it costs, without the
+    preparation that it shares with other trials: `preparing` is what that costs once."""
 
     attack: str
     reason: str | None
     cpu_seconds: float
+    preparing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,24 +91,34 @@ def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> F
         twins = {case.attack: case for case in controls if case.kind == "control"}
         on_twin = {name: trying.cost(case) for name, case in twins.items()}
 
-    def cost(case: Case) -> float:
-        whole = found[case.attack].cpu_seconds
+    def between(case: Case, of: Callable[[Applicability], float]) -> float:
+        whole = of(found[case.attack])
         if case.kept is None or case.attack not in on_twin:
             return whole
-        twin = on_twin[case.attack].cpu_seconds
+        twin = of(on_twin[case.attack])
         least, most = _work(plan, twins[case.attack]), _work(plan, replace(case, kept=None))
         share = (_work(plan, case) - least) / (most - least) if most > least else 0.0
         return twin + share * (whole - twin)
 
+    def cost(wanted: list[Case], met: list[Case]) -> float:
+        """Of these cases, after others whose preparations they meet."""
+        done = {None, *map(trying.preparation, met)}
+        new = {key: case for case in wanted if (key := trying.preparation(case)) not in done}
+        return (
+            sum(between(case, lambda one: one.cpu_seconds) for case in wanted)
+            + sum(between(case, lambda one: one.preparing) for case in new.values())
+            + simulation.total(wanted)
+        )
+
     certain = dict.fromkeys([*controls, *planned])
-    known = sum(map(cost, certain)) + simulation.total(list(certain))
+    known = cost(list(certain), [])
     ladders = []
     if plan.document.audit.explain and controls:
         for name in trying.climbers(plan.asked):
             rungs = [case for _, rung in cases.ladder(plan, name) for case in rung]
             new = [case for case in dict.fromkeys(rungs) if case not in certain]
             if on_twin.get(name, found[name]).reason is None:
-                ladders.append(sum(map(cost, new)) + simulation.total(new))
+                ladders.append(cost(new, list(certain)))
     ladders = ladders or [0.0]
     return Forecast(
         attacks=tuple(found.values()),
@@ -129,6 +150,7 @@ class _Trying:
         self.plan, self.tell = plan, tell
         self.bench = Bench(plan, folder)
         self._reached: dict[str, float] = {}  # dB, the most that a timed trial of an attack had
+        self._weights: dict[int, str] = {}  # a digest of the first model, by seed
 
     def climbers(self, asked: tuple[str, ...]) -> tuple[str, ...]:
         """The attacks that may climb the ladder: the one that recovered pictures already, or all.
@@ -155,15 +177,65 @@ class _Trying:
         self.tell(case.attack)
         attack = self.plan.attacks[case.attack]
         try:
+            preparing = self._prepared(case, attack)
             if not isinstance(attack, Iterative) or not attack.iterations:
-                return Applicability(case.attack, None, self._timed(case, attack))
+                return Applicability(case.attack, None, self._timed(case, attack), preparing)
             self._timed(case, attack.shortened(1, 1))  # warms up
             more = attack.restarts - 1
             once = self._fitted(case, attack, 1)
             again = self._fitted(case, attack, 2) if more else once
-            return Applicability(case.attack, None, once + more * (again - once))
+            return Applicability(case.attack, None, once + more * (again - once), preparing)
         except _Refused as reason:
             return Applicability(case.attack, str(reason), 0.0)
+
+    def _prepared(self, case: Case, attack: Attack) -> float:
+        """What the preparation costs that this case shares with others; later trials of this
+        forecast meet what was made of it so far."""
+        if not _shares(attack):
+            return 0.0
+        audit, marks = self.plan.document.audit, list[tuple[int, int, float]]()
+        limit = math.inf if audit.seconds is None else audit.seconds
+        round_ = self.bench.simulated(case)
+
+        def progress(done: int, total: int, objective: float) -> None:
+            marks.append((done, total, time.process_time()))
+
+        tried = Resources(device=audit.device, seconds=min(TRIED, limit), progress=progress)
+        began = time.process_time()
+        try:
+            self.bench.fitted(case, round_, tried)
+        except NotApplicable as reason:
+            raise _Refused(str(reason)) from reason
+        except Exception as error:  # the audit will keep it, trial by trial
+            raise _Refused(f"it crashes ({type(error).__name__}: {error})") from error
+        spent = time.process_time() - began
+        if not marks:
+            return spent
+        (first, _, start), (done, total, end) = marks[0], marks[-1]
+        each = (end - start) / (done - first) if done > first else (end - began) / max(1, done)
+        return min(spent + each * max(0, total - done), max(limit, spent))
+
+    def preparation(self, case: Case) -> object:
+        """The same for cases that share what their attack prepares; None if it prepares nothing, or
+        changes the model."""
+        attack = self.plan.attacks[case.attack]
+        if not _shares(attack):
+            return None
+        if self.plan.captured and case.kept is None:
+            return repr(attack), case.stage
+        scenario = case.scenario(self.plan)
+        if case.seed not in self._weights:
+            model = initial_model(scenario, seeded(case.seed, "federation"))
+            digest = hashlib.sha256()
+            for value in model.state_dict().values():
+                digest.update(raw(value))
+            self._weights[case.seed] = digest.hexdigest()
+        trained = (case.honest, repr(scenario.defence), case.seed) if case.honest else ()
+        # Where clients train on all they hold, how many records that is follows from the seed.
+        records = case.seed if scenario.records == "all" else scenario.records
+        clients = scenario.participants or scenario.clients
+        asked = scenario.training, records, clients, case.threat(self.plan).actor
+        return repr(attack), self._weights[case.seed], trained, asked
 
     def _fitted(self, case: Case, attack: Iterative, restarts: int) -> float:
         """The cost of all its iterations: fixed part + iterations × cost of each."""
@@ -201,6 +273,11 @@ class _Trying:
 
 class _Refused(Exception):
     """Why an attack cannot be timed."""
+
+
+def _shares(attack: Attack) -> bool:
+    """Whether it prepares something that several trials can use."""
+    return isinstance(attack, PreparedAttack) and not attack.manipulates
 
 
 def _work(plan: Plan, case: Case) -> int:

@@ -3,7 +3,8 @@
 The weakest twin has one record, one plain SGD step, batch norm in eval mode, an untrained model, no
 aggregation with others and no defence. If an attack cannot break that, its failure elsewhere says
 nothing. From there the ladder puts the user's own factors back one by one, in a fixed order, until
-it is the audited scenario again: the rung where the score falls most is the factor that protects.
+it is the audited scenario again: the rung where the score falls most is the factor that hinders the
+attack most. Whether it protects from others too, a ladder of one attack cannot say.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
+from leakgauge.audit import public as public_records
 from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration, name_of
+from leakgauge.audit.results import Source
 from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
@@ -46,6 +48,7 @@ from leakgauge.types import (
     Exchange,
     LocalTraining,
     Metric,
+    PreparedAttack,
     Restorer,
     ThreatModel,
 )
@@ -58,15 +61,17 @@ MOST_STEPS = 1_000_000  # of local training, in one round
 class Plan:
     """A checked plan, ready to run: every name resolved, the data loaded. `asked` are the attacks
     that the file names; the exact recursion is run without being asked. `data` is what the clients
-    share out, `public` what was set aside before. `metrics` are those of the file, PSNR always.
-    `restorers` work on the guesses of the attacks of their names. `captured` are the rounds to
-    attack, one per stage, where they are not simulated."""
+    share out, `public` what the attacker holds beside it, and `public_source` where that is from.
+    `metrics` are those of the file, PSNR always. `restorers` work on the guesses of the attacks of
+    their names. `captured` are the rounds to attack, one per stage, where they are not
+    simulated."""
 
     name: str
     document: Document
     folder: Path
     data: Dataset
     public: Dataset
+    public_source: Source
     attacks: Mapping[str, Attack]
     defences: Mapping[str, Defence | None]
     partition: Partition
@@ -198,6 +203,11 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     if federation.model is None:
         raise PlanError(f"{name}.federation: key 'model' is missing")
     _check_actor(document.threat, federation)
+    if threat.PUBLIC in document.threat.grants:
+        raise PlanError(
+            "threat.grants: public records are declared, not granted: leave 'public' out, and give "
+            "federation.public a number of records to set aside, or a data set"
+        )
     measured = dict.fromkeys(("psnr", *document.audit.metrics))
     scores = [find("metric", one, METRICS, folder) for one in measured]
     chosen: dict[str, Metric] = {}
@@ -207,7 +217,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     attacks, restorers, outside = _each("attack", ours, document.attack, folder)
     for key, attack in attacks.items():
         _check_needs(key, attack)
-        threat.check(key, attack, document.threat)
+        threat.check(key, attack, document.threat, public=federation.public != 0)
     asked = tuple(attacks)
     if document.audit.exact and ExactRecursion.needs <= threat.holds(document.threat):
         attacks = {"exact-recursion": ExactRecursion()} | attacks
@@ -218,18 +228,18 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     partition = _partition(federation.partition)
     known = {**DEFENCES, NO_DEFENCE: None}
     defences, _, others = _each("defence", known, document.defence, folder)
-    records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder)
+    where = "federation.data"
+    records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder, where)
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
-    malicious = document.threat.malicious and not rounds
-    public, private = _set_aside(records, federation.public, malicious)
     plan = Plan(
         name=name,
         document=document,
         folder=folder,
-        data=private,
-        public=public,
+        data=records,
+        public=replace(records, inputs=records.inputs[:0], labels=records.labels[:0]),
+        public_source="set aside",
         attacks=attacks,
         defences=defences,
         partition=partition,
@@ -238,10 +248,17 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         restorers=restorers,
         outside=(*outside, *others, *(one for one in scores if one.spec)),
     )
-    if not rounds:
-        return plan
-    sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
-    return replace(plan, captured=sent, data=captured.with_truths(private, sent))
+    if rounds:
+        sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
+        plan = replace(plan, captured=sent, data=captured.with_truths(records, sent))
+    public, source, private = public_records.shared_out(
+        federation,
+        plan.data,
+        partial(_load, folder=folder, where="federation.public"),
+        malicious=document.threat.malicious and not rounds,
+        needed=any(threat.PUBLIC in attack.needs for attack in attacks.values()),
+    )
+    return replace(plan, public=public, public_source=source, data=private)
 
 
 def _path(folder: Path, path: str) -> Path:
@@ -297,12 +314,12 @@ def _partition(value: str | Table) -> Partition:
     return made
 
 
-def _load(value: str | Table, folder: Path) -> Dataset:
+def _load(value: str | Table, folder: Path, where: str) -> Dataset:
     options: Table = {"name": value} if isinstance(value, str) else dict(value)
     for short in ("folder", "npz"):
         if short in options and "name" not in options:
             options |= {"name": short, "path": options.pop(short)}
-    name, options = _name(options, "federation.data", "folder", "npz")
+    name, options = _name(options, where, "folder", "npz")
     for key in ("path", "root"):
         if isinstance(options.get(key), str):
             options[key] = _path(folder, options[key])
@@ -313,25 +330,8 @@ def _load(value: str | Table, folder: Path) -> Dataset:
         if isinstance(error, LeakGaugeError) or ":" not in name:
             raise
         raise PlanError(  # whatever the user's own code raised
-            f"federation.data: {name!r} failed ({type(error).__name__}: {error})"
+            f"{where}: {name!r} failed ({type(error).__name__}: {error})"
         ) from error
-
-
-def _set_aside(records: Dataset, count: int | None, malicious: bool) -> tuple[Dataset, Dataset]:
-    """The public records and the others, drawn by a fixed seed: the same in every trial."""
-    if count is None:
-        count = min(1000, len(records) // 4) if malicious else 0
-    if count and count >= len(records):
-        raise PlanError(
-            f"federation.public sets {count} records aside, but {records.name} has only "
-            f"{len(records)}: leave some for the clients"
-        )
-    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
-    chosen, rest = order[:count].sort().values, order[count:].sort().values
-    public, private = (
-        replace(records, inputs=records.inputs[i], labels=records.labels[i]) for i in (chosen, rest)
-    )
-    return public, private
 
 
 def _check_names(document: Document, name: str) -> None:
@@ -354,11 +354,16 @@ def _check_needs(key: str, attack: Attack) -> None:
         raise PlanError(
             f"attack {key!r}: its needs failed ({type(error).__name__}: {error})"
         ) from error
-    known = threat.KNOWLEDGE.keys() - {threat.PUBLIC}
+    known = threat.KNOWLEDGE.keys()
     if not isinstance(needs, frozenset) or not needs <= known:
         raise PlanError(
             f"attack {key!r}: its needs must be a frozenset of {', '.join(sorted(known))}; got "
             f"{shown(needs)}"
+        )
+    if threat.PUBLIC in needs and not isinstance(attack, PreparedAttack):
+        raise PlanError(
+            f"attack {key!r}: it needs public records, which an attack meets before the round: "
+            "give it prepare() and manipulates"
         )
 
 

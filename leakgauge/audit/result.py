@@ -15,18 +15,21 @@ from torch import nn
 
 from leakgauge import threat
 from leakgauge._version import __version__
+from leakgauge.attacks import Exposure
 from leakgauge.audit import references
 from leakgauge.audit.cases import Case
 from leakgauge.audit.document import name_of
 from leakgauge.audit.forecast import Forecast
 from leakgauge.audit.ladder import describe
 from leakgauge.audit.plan import Plan
+from leakgauge.audit.public import told
 from leakgauge.audit.results import (
     Attacker,
     Audited,
     Explanation,
     Forecasted,
     NotRun,
+    Public,
     Result,
     Rung,
     RunTimes,
@@ -36,6 +39,7 @@ from leakgauge.audit.results import (
 from leakgauge.audit.schema import SCHEMA
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
+from leakgauge.types import Round
 
 
 def assemble(
@@ -50,6 +54,7 @@ def assemble(
     wall: float,
     forecast: Forecast | None,
     interrupted: bool,
+    exposure: tuple[Exposure, ...],
 ) -> Result:
     cpu = sum(trial.times.cpu_seconds for trial in trials)
     tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
@@ -80,6 +85,7 @@ def assemble(
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         ),
         interrupted=interrupted,
+        exposure=exposure,
     )
     return derived(given, [case.id for case in controls], _ladder(plan, rungs))
 
@@ -101,7 +107,7 @@ def _federation(plan: Plan, model: nn.Module) -> Audited:
 
 
 def _threat(plan: Plan) -> Attacker:
-    model = plan.document.threat
+    model, public = plan.document.threat, described(plan)
     held = threat.holds(model, len(plan.public))
     return Attacker(
         actor=model.actor,
@@ -110,8 +116,17 @@ def _threat(plan: Plan) -> Attacker:
         holds=tuple(sorted(held)),
         withheld=tuple(sorted(set(threat.KNOWLEDGE) - held)),
         realism=threat.realism(model),
-        knowledge=dict(threat.KNOWLEDGE),
+        knowledge=threat.KNOWLEDGE | ({threat.PUBLIC: told(public)} if public else {}),
+        public=public,
     )
+
+
+def described(plan: Plan) -> Public | None:
+    """The public records of a plan, if it has some."""
+    if not len(plan.public):
+        return None
+    known = all(isinstance(one, Round) for one in plan.captured)
+    return Public(plan.public.name, len(plan.public), plan.public_source, known)
 
 
 def _ladder(plan: Plan, rungs: Sequence[tuple[str, list[Case]]]) -> Explanation | None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import PureWindowsPath
 from typing import Literal, TypeAlias
 
+from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.document import Document, Limit
 from leakgauge.papers import Paper
 from leakgauge.types import Actor, Realism, Stopped
 
 Status: TypeAlias = Literal["done", "unscored", "not applicable", "failed"]
 Outcome: TypeAlias = Literal["leaks", "below the limit", "inconclusive", "failed"]
+Source: TypeAlias = Literal["set aside", "named", "embedded"]
 State: TypeAlias = Literal["leaks", "below", "undecided", "no control"]
 Scores: TypeAlias = dict[str, tuple[float, ...]]
 """By metric, one number per record."""
@@ -32,8 +34,12 @@ def _share(key: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Times:
+    """`preparing` are the CPU seconds, of all, in which the attack worked before the round: none
+    where it met what an earlier trial had prepared."""
+
     wall_seconds: float
     cpu_seconds: float
+    preparing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -336,6 +342,17 @@ class Audited:
 
 
 @dataclass(frozen=True)
+class Public:
+    """The public records that the attacker holds. `checked` says that none equals a client's, which
+    cannot be known where nobody knows the clients' records."""
+
+    data: str
+    records: int
+    source: Source
+    checked: bool = True
+
+
+@dataclass(frozen=True)
 class Attacker:
     actor: Actor
     client: int
@@ -344,6 +361,7 @@ class Attacker:
     withheld: tuple[str, ...]
     realism: Realism
     knowledge: dict[str, str]
+    public: Public | None = None
 
 
 @dataclass(frozen=True)
@@ -393,6 +411,7 @@ class Result:
     references: tuple[Paper, ...]
     times: RunTimes
     interrupted: bool = False
+    exposure: tuple[Exposure, ...] = ()  # one for each number of records behind an update
 
     def __post_init__(self) -> None:
         limits = {metric.name: metric.limit for metric in self.metrics}

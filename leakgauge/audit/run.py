@@ -19,6 +19,7 @@ from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, Done
 from leakgauge.audit.cases import Case
 from leakgauge.audit.engine import Crew, Engine, Hooks
+from leakgauge.audit.exposed import exposures
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.result import assemble
@@ -111,6 +112,7 @@ def _audit(session: _Session, model: nn.Module, calibrate: bool) -> Result:
         wall=session.elapsed(),
         forecast=expected,
         interrupted=session.interrupted,
+        exposure=exposures(plan),
     )
     store.finish(result)
     return result

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.advice import CAP, capped
 from leakgauge.audit.document import Limit
 from leakgauge.audit.results import (
@@ -33,7 +34,7 @@ from leakgauge.audit.verdict import judge, judge_control, kind_of, leaking, weig
 from leakgauge.metrics import bootstrap, risk
 
 SUCCESS = 20.0  # dB: from here on the risk is called very high
-FALL = 3.0  # dB a rung must fall for its factor to be named as protecting
+FALL = 3.0  # dB a rung must fall for its factor to be named as hindering
 
 
 def derived(result: Result, controls: Iterable[str], ladder: Explanation | None) -> Result:
@@ -49,7 +50,7 @@ def derived(result: Result, controls: Iterable[str], ladder: Explanation | None)
         summary=summary,
         control=control,
         verdict=verdict,
-        explanation=explain(ladder, by_id, verdict) if ladder else None,
+        explanation=explain(ladder, by_id, verdict, result.exposure) if ladder else None,
     )
 
 
@@ -165,9 +166,14 @@ def spread(values: Sequence[float]) -> Spread:
     )
 
 
-def explain(ladder: Explanation, trials: Mapping[str, Trial], verdict: Verdict) -> Explanation:
-    """Which factor protects: the rung of the ladder where the median falls most. Decibels beyond
-    CAP are no difference that anybody could see, and do not count."""
+def explain(
+    ladder: Explanation,
+    trials: Mapping[str, Trial],
+    verdict: Verdict,
+    exposure: Sequence[Exposure] = (),
+) -> Explanation:
+    """Which factor hinders the attack most: the rung of the ladder where the median falls most.
+    Decibels beyond CAP are no difference that anybody could see, and do not count."""
     rungs: list[Rung] = []
     for rung in ladder.rungs:
         known = [trials[id_].score for id_ in rung.trials if id_ in trials]
@@ -178,10 +184,10 @@ def explain(ladder: Explanation, trials: Mapping[str, Trial], verdict: Verdict) 
         if median is not None and before is not None:
             change = min(median, CAP) - min(before, CAP)
         rungs.append(replace(rung, median=median, change=change))
-    return Explanation(ladder.attack, tuple(rungs), _why(ladder.attack, rungs, verdict))
+    return Explanation(ladder.attack, tuple(rungs), _why(ladder.attack, rungs, verdict, exposure))
 
 
-def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict) -> str:
+def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict, exposure: Sequence[Exposure]) -> str:
     if verdict.outcome == "inconclusive":
         return "What protects cannot be said: the audit is inconclusive."
     if verdict.outcome == "failed":
@@ -201,10 +207,16 @@ def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict) -> str:
     rung = rungs[most]
     left = "still above" if medians[most] >= limit else "below"
     adapts = "; the attack does not adapt to it" if rung.factor == "defence" else ""
+    more = ""
+    if rung.factor in ("steps", "batch norm", "batch") and any(one.exposed for one in exposure):
+        more = (
+            " That is no protection: by their number alone these records can still be told apart "
+            "exactly."
+        )
     return (
         f"What hinders {attack} most is the {rung.factor} ({rung.label}): the median falls "
         f"from {capped(medians[most - 1])} to {capped(medians[most])}, {left} the limit of "
-        f"{limit:g} dB{adapts}."
+        f"{limit:g} dB{adapts}.{more}"
     )
 
 

@@ -24,6 +24,8 @@ def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
         ("Finished", times.finished or NOTHING),
         ("CPU time", duration(times.cpu_seconds)),
     ]
+    if preparing := sum(trial.times.preparing for trial in result.trials):
+        rows.append(("of it preparing attacks", duration(preparing)))
     if times.wall_seconds is not None:
         rows.append(("Wall time", duration(times.wall_seconds)))
     if forecast := times.forecast:

@@ -135,6 +135,29 @@ def defences(result: Result) -> Chart:
     return Chart(lines, axis, "median PSNR, dB", keys=keys)
 
 
+def exposure(result: Result) -> Chart:
+    """The records behind an update, against the most that a layer can show."""
+    known = [one for one in result.exposure if one.layer is not None]
+    most = max((max(one.views, one.limit) for one in known), default=1)
+    axis = figures.count_axis(most)
+    lines = [
+        Line(
+            "records per update",
+            "",
+            None,
+            figures.bar(one.views, None, None, one.limit, axis),
+            f"{one.views:,}",
+            "exposed" if one.exposed else "",
+        )
+        for one in known
+    ]
+    limits = {one.layer: one.limit for one in known}
+    keys = [
+        ("limit", f"the most that {layer} can show: {limit:,}") for layer, limit in limits.items()
+    ]
+    return Chart(lines, axis, "records", keys=tuple(keys))
+
+
 def _where(result: Result, row: Row) -> str:
     several = contents.several_rounds(result)
     return defended(row.defence) + (f" · round {row.round}" if several else "")

@@ -593,6 +593,12 @@ def limits(result: Result, images: Images) -> list[str]:
             0,
             "No attack broke the known-weak twin: a low number here is no evidence of safety.",
         )
+    public = result.threat.public if result.threat else None
+    if public and public.source == "embedded":
+        texts.append(
+            f"Attacks that work with public records had {count(public.records, 'crop')} of a few "
+            "photographs. With public records of the clients' own kind they can recover more."
+        )
     if len({row.defence for row, _ in rows}) > 1:
         texts += [
             "A defence is judged by the attacks listed here, not by all there are.",

@@ -50,6 +50,7 @@ class Axis:
     low: float
     high: float
     ticks: tuple[float, ...]
+    cap: float | None = None  # from here on more means nothing
 
     def place(self, value: float) -> float:
         """Where a value stands, as a share; outside the axis it stands at its end."""
@@ -63,7 +64,15 @@ def psnr_axis(values: Sequence[float]) -> Axis:
     step = 5 if high - low <= 30 else 10
     first = math.ceil(low / step)
     ticks = tuple(float(step * i) for i in range(first, math.floor(high / step) + 1))
-    return Axis(low, high, ticks)
+    return Axis(low, high, ticks, CAP)
+
+
+def count_axis(most: int) -> Axis:
+    """From 0 to at least `most`, in at most five steps of 1, 2 or 5 times a power of ten."""
+    scale = 10 ** max(0, len(str(most)) - 2)
+    step = next(s * scale for s in (1, 2, 5, 10, 20) if 5 * s * scale >= most)
+    high = step * max(1, math.ceil(most / step))
+    return Axis(0.0, float(high), tuple(float(tick) for tick in range(0, high + 1, step)))
 
 
 SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -119,8 +128,8 @@ def ticks(axis: Axis) -> list[Tick]:
     """The numbers below a column of figures; shares are given in per cent."""
     found = []
     for tick in axis.ticks:
-        text = f"{100 * tick:.0f}" if axis is SHARES else f"{tick:g}"
-        over = "≥ " if tick == CAP and axis is not SHARES else ""
+        text = f"{100 * tick:.0f}" if axis is SHARES else f"{tick:,g}"
+        over = "≥ " if tick == axis.cap else ""
         ends: dict[float, Literal["start", "end"]] = {axis.high: "end", axis.ticks[0]: "start"}
         found.append(Tick(axis.place(tick), over + text, ends.get(tick, "middle")))
     return found

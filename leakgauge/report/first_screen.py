@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from leakgauge.audit import advice
 from leakgauge.audit.advice import capped, defended, reached, what_leaks
 from leakgauge.audit.results import Decided, Leak, Measured, Result
 from leakgauge.report import contents
@@ -155,6 +156,12 @@ def defence_verdicts(result: Result) -> list[DefenceVerdict]:
         )
         for entry in result.verdict.defences
     ]  # fmt: skip
+
+
+def exposed(result: Result) -> list[tuple[str, str]]:
+    """What updates show before any attack, and what would change that; one for each number of
+    records behind an update."""
+    return [(advice.exposed(one), advice.way_out(one)) for one in result.exposure]
 
 
 def evidence(result: Result) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ def render(result: Result, folder: Path | None = None) -> str:
     if figures := first_screen.key_figures(result):
         cards = ((f"**{escape(f.label)}**", f.value, escape(f.note), f.against) for f in figures)
         lines += [*_table(("", "", "", ""), cards), ""]
+    for said, change in first_screen.exposed(result):
+        lines += [f"{escape(said)} {escape(change)}", ""]
     if pair := pictures.worst(result):
         lines += [f"The worst picture: {escape(first_screen.worst_caption(pair, 'hide'))}", ""]
     if steps := first_screen.next_steps(result):

@@ -149,6 +149,9 @@ def _first_page(pdf: FPDF, result: Result, folder: Path, images: Images) -> None
         _text(pdf, rests, colour=MUTED)
     pdf.ln(3)
     _cards(pdf, first_screen.key_figures(result))
+    for said, change in first_screen.exposed(result):
+        _text(pdf, f"{said} {change}", size=8)
+        pdf.ln(2)
     _worst_and_next(pdf, result, folder, images)
     if defences := first_screen.defence_verdicts(result):
         _heading(pdf, "The verdict on each defence")

@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from leakgauge.attacks.exposure import Exposure
+from leakgauge.audit.advice import exposed, way_out
 from leakgauge.audit.results import Measured, Result, Row
 from leakgauge.report import contents, first_screen, wording
 
@@ -95,6 +97,7 @@ def verdict(result: Result) -> list[str]:
         lines.append(escape(f"{line.defence}: {line.outcome}" + (f" ({states})" * bool(states))))
     if result.explanation:
         lines.append(escape(result.explanation.sentence))
+    lines += [escape(exposed(one)) for one in result.exposure]
     steps = first_screen.next_steps(result)
     lines += ["", "[bold]What to do next[/]"] if steps else []
     lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, start=1)]
@@ -114,3 +117,17 @@ def notes(result: Result, most: int = 8) -> list[str]:
     lines = [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]
     more = [f"{len(lines) - most} more notes are in the result"] if len(lines) > most else []
     return lines[:most] + more
+
+
+def exposure_table(found: Exposure, most: int = 5) -> Group:
+    """The highest layers that tell records apart, or why the highest do not; and what follows."""
+    telling = [one for one in found.layers if one.limit]
+    table = Table(title="What an update shows exactly, before any attack", box=box.SIMPLE_HEAD)
+    table.add_column("layer", overflow="fold")
+    for name in ("windows", "outputs", "records at most"):
+        table.add_column(name, justify="right")
+    for one in (telling or found.layers)[:most]:
+        cells = f"{one.positions:,}", f"{one.outputs:,}"
+        table.add_row(escape(one.name), *cells, f"{one.limit:,}" if one.limit else "–")
+    words = Text(f"{exposed(found)} {way_out(found)}")
+    return Group(table, words) if found.layers else Group(words)

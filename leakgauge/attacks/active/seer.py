@@ -342,6 +342,11 @@ def _check(target: Target) -> Dataset:
             f"the public images are {tuple(target.public.inputs.shape)}, the clients' records "
             f"{target.record.shape}: resize them"
         )
+    if other := int((target.public.labels < 0).sum()):
+        raise NotApplicable(
+            f"SEER trains on labelled public images, and {other} of {len(target.public)} are of no "
+            "class that the clients have"
+        )
     _check_step(target.training, target.records)
     if target.training.dropout != "off":
         raise NotApplicable("SEER reads one exact gradient; this training draws dropout masks")

@@ -1,0 +1,140 @@
+"""Separate, peel, decode, finish: images from an update of ordinary training (our own).
+
+1. *Separate* and *peel*, as the exact recursion does, also under batch norm in train mode and over
+   several local steps: every record's activations at some inner ReLU, to a few millionths.
+2. *Decode*. Public images, run through the observed model, have such activations too: a small
+   decoder is fitted to lead back from them. That is done before the update is read, once for each
+   model. Where it must read from is found by a rehearsal: the attack on an update that public
+   images cause.
+3. *Finish*. From the decoder's images the search for the images whose activations, in the batches
+   and with the weights of their own steps, are those that were read. Where a client took several
+   steps, its training is replayed with what was found, which gives the weights of the lower layers
+   at each step, and the search goes on with them.
+
+Needs: the local training (SGD), the number of records, and public images of the same kind. No
+labels. Under batch norm in train mode a batch's contrast is open: it is that of the decoder's
+images. The residual is the relative distance of the update that the found batch leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from leakgauge.attacks._decoder import Fit, decode, fit
+from leakgauge.attacks.exact_recursion import ExactRecursion, Read, trace_together
+from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.fl.local import train
+from leakgauge.papers import Paper
+from leakgauge.ranges import count, option
+from leakgauge.records import pictures
+from leakgauge.types import (
+    Batch,
+    Kept,
+    Knowledge,
+    Observation,
+    Preparation,
+    Reconstruction,
+    Resources,
+    Target,
+)
+
+
+@dataclass(frozen=True)
+class SeparateAndDecode:
+    """Reads activations exactly, decodes, searches (our own)."""
+
+    papers: ClassVar[tuple[Paper, ...]] = ExactRecursion.papers
+    steps: int = option(3000, count(10_000_000))  # of the decoder's fit
+    images: int = option(9000, count(10_000_000))  # public ones that it uses, at most
+    evaluations: int = option(400, count(10_000_000))  # of the finish, of all images at once
+    replays: int = option(1, count(1000))  # of the training, where it had several steps
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "public"})
+    manipulates: ClassVar[bool] = False
+
+    def prepare(
+        self, target: Target, rng: torch.Generator, resources: Resources | None = None
+    ) -> Preparation:
+        public = target.public
+        if public is None or not len(public):
+            raise Withheld("separate-and-decode fits a decoder to public images, and holds none")
+        resources = resources or Resources()
+        record = pictures(target.record)
+        picked = torch.randperm(len(public), generator=rng)[: target.records]
+        picked = picked.repeat(-(-target.records // len(picked)))[: target.records]
+        labels = torch.randint(target.task.count, (target.records,), generator=rng)
+        rehearsed = train(
+            target.setting, Batch(public.inputs[picked], labels), target.training, rng
+        )
+        seen = Observation(target.setting, rehearsed.update, target.training, target.records)
+        read = Read(seen, rng, replace(resources, progress=None))
+        node = read.done.lowest
+        if node is read.trace.input:
+            return Preparation(Kept(facts={"node": node.name}))
+        size = min(target.training.batch_size, target.records)
+        options = Fit(steps=self.steps, images=self.images)
+        free = bool(read.trace.norms)
+        kept = fit(
+            read.trace, node.name, record, public, size, rng,
+            free_scale=free, options=options, resources=resources,
+        )  # fmt: skip
+        return Preparation(kept)
+
+    def reconstruct(
+        self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
+    ) -> Reconstruction:
+        if seen.kept is None or seen.records is None:
+            raise Withheld("separate-and-decode needs 'records' and what its prepare() kept")
+        resources, facts = resources or Resources(), seen.kept.facts
+        read = Read(seen, rng, resources, more=1 + self.replays)
+        begin, notes = self._decoded(read, seen.kept)
+        images, misfits = read.finish(begin, self.evaluations)
+        read.watch(float(misfits.mean()))
+        if len(read.begun.steps) > 1 and read.done.lowest is not read.trace.input:
+            for _ in range(self.replays):
+                read.replay(images)
+                images, misfits = read.finish(images.to(begin), self.evaluations)
+                read.watch(float(misfits.mean()))
+        chosen = read.begun.once(seen.records)
+        inputs = seen.record.leaving(images[chosen]).clamp(0, 1).float()
+        labels = read.begun.labels[chosen]
+        if read.done.stopped:
+            notes.append(f"the peeling stopped at {read.done.stopped}")
+        told: dict[str, Any] = {
+            f"decoder_{key}": facts[key] for key in ("node", "psnr", "mean_psnr", "public_images")
+            if key in facts
+        }  # fmt: skip
+        return Reconstruction(
+            inputs=inputs,
+            labels=labels,
+            residual=read.residual(inputs, labels),
+            stopped="time" if read.watch.notes else "done",
+            notes=tuple(notes + read.watch.notes),
+            facts=read.facts() | told | {"misfits": misfits[chosen].tolist()},
+        )
+
+    def _decoded(self, read: Read, kept: Kept) -> tuple[Tensor, list[str]]:
+        """Normalised images to begin the finish with, one per appearance, and what to say."""
+        found = {node.name: value for node, value in read.done.known.items()}
+        name = str(kept.facts["node"])
+        if read.done.lowest is read.trace.input:
+            return read.done.known[read.trace.input], []
+        if name not in found or "known" not in kept.facts:
+            raise NotApplicable(
+                f"its decoder reads from {name}, and of this update the activations were read no "
+                f"further than {read.done.lowest.name}"
+            )
+        groups = (
+            read.begun.steps if trace_together(read.done) else (torch.arange(len(found[name])),)
+        )
+        images = torch.zeros(len(found[name]), *read.trace.shape[read.trace.input])
+        for group in groups:
+            images[group] = read.seen.record.entering(decode(kept, found[name][group]))
+        notes = [
+            f"a decoder fitted to {kept.facts['public_images']} public images of "
+            f"{kept.facts['public']} ({kept.facts['psnr']:.1f} dB on others of them) gave the start"
+        ]
+        return images, notes
