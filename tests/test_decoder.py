@@ -133,7 +133,35 @@ def test_time_ends_the_fit_and_leaves_it_open(tmp_path: Path) -> None:
     assert shown.shape == (2, 3, 16, 16)
 
 
-def test_few_images_are_varied_and_none_held_out_is_among_them() -> None:
+def test_none_held_out_is_among_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_decoder, "varied", lambda images, rng: images)
+    trace = Trace(network(), RECORD.shape, train=True)
+    rng = torch.Generator().manual_seed(3)
+    pairs = _decoder._Pairs.of(trace, "act1", RECORD, public(30), 8, rng, True, Fit(images=300))
+    for kept in pairs.images[: pairs.held]:
+        assert not (pairs.images[pairs.held :] == kept).flatten(1).all(1).any()
+
+
+def test_the_best_on_images_held_out_is_kept_and_patience_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_decoder, "EVERY", 10)
+    monkeypatch.setattr(_decoder, "PATIENCE", 3)
+    seen: list[float] = []
+    judged = _decoder._Pairs.psnr
+
+    def heard(pairs: _decoder._Pairs, weights: lg.types.Named) -> float:
+        seen.append(judged(pairs, weights))
+        return seen[-1]
+
+    monkeypatch.setattr(_decoder._Pairs, "psnr", heard)
+    kept = fitted(options=replace(SHORT, lr=0.3, steps=300))  # so large a step that it diverges
+    assert kept.facts["steps"] < 300
+    assert kept.facts["psnr"] == max(seen)
+    assert seen[-2] < max(seen)
+
+
+def test_few_images_are_varied() -> None:
     trace = Trace(network(), RECORD.shape, train=True)
     rng = torch.Generator().manual_seed(3)
     steep = Dataset("few", images(30, 1), torch.zeros(30).long(), ("a", "b"))

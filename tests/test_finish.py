@@ -15,9 +15,9 @@ NODE = "layer1_0_act2"
 RECORD = Images(SHAPE, (0.45,), (0.25,))
 
 
-def network(seed: int) -> nn.Module:
+def network(seed: int, width: float = 0.25) -> nn.Module:
     rng = torch.Generator().manual_seed(seed)
-    return lg.models.make("resnet-10", shape=SHAPE, classes=10, rng=rng, width=0.25)
+    return lg.models.make("resnet-10", shape=SHAPE, classes=10, rng=rng, width=width)
 
 
 def images(count: int, seed: int = 1) -> Tensor:
@@ -135,16 +135,15 @@ def test_every_step_has_its_own_weights_and_its_own_batch() -> None:
 
 @pytest.mark.parametrize("free", [False, True])
 def test_a_spoilt_record_is_told_by_its_misfit_and_spoils_no_other(free: bool) -> None:
-    trace, truth = Trace(network(0), SHAPE), images(6)
-    value = values(trace, truth)
+    trace, truth, node = Trace(network(0, 0.5), SHAPE), images(3), "layer2_0_act2"
+    value = values(trace, truth, node)
     value[1] = value[1].flip(-1).roll(3, 0)  # no image gives these
     found, misfits = finish(
-        [trace], [torch.arange(6)], NODE, value, blurred(truth), RECORD, free_scale=free
+        [trace], [torch.arange(3)], node, value, blurred(truth), RECORD, free_scale=free
     )
-    others = [0, 2, 3, 4, 5]
     assert misfits[1] > 1e-2
-    assert misfits[others].max() < 1e-6
-    assert affinely_off(found[others], truth[others]) < 5e-3
+    assert misfits[[0, 2]].max() < 1e-6
+    assert affinely_off(found[[0, 2]], truth[[0, 2]]) < 5e-3
 
 
 def test_inactive_entries_tell_too() -> None:

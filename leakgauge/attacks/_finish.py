@@ -117,11 +117,9 @@ class _Misses:
                 torch.where(t > 0, p, p.relu()) for p, t in zip(found, self._wanted, strict=True)
             ]
         if self._free:
-            counted = self.shares > 0
-            alike = [(p * t).flatten(1).sum(1) for p, t in zip(found, self._wanted, strict=True)]
-            sizes = [p.square().flatten(1).sum(1) for p in found]
-            above = torch.cat(alike)[self._order][counted].sum()
-            below = torch.cat(sizes)[self._order][counted].sum()
+            alike = [(p * t).sum() for p, t in zip(found, self._wanted, strict=True)]
+            sizes = [p.square().sum() for p in found]
+            above, below = torch.stack(alike).sum(), torch.stack(sizes).sum()
             factor = above.clamp_min(1e-30) / below.clamp_min(1e-30)
             found = [factor * p for p in found]
         return [p - t for p, t in zip(found, self._wanted, strict=True)]
