@@ -463,7 +463,8 @@ def refusal(lines: list[Outcome]) -> str:
     refused = [line for line in lines if "refused" in line]
     if not refused:
         return ""
-    return f"refused {len(refused)} of {len(lines)}: {said_of(refused[0]['refused'], refused[0]['at'])}"
+    words = said_of(refused[0]["refused"], refused[0]["at"])
+    return f"refused {len(refused)} of {len(lines)}: {words}"
 
 
 def said_of(words: str, layer: str | None) -> str:
