@@ -3,7 +3,9 @@
     python benchmarks/exact.py train  --net FILE    a trained network, and its test accuracy
     python benchmarks/exact.py nets   --net FILE    one record, on several networks, the trained too
     python benchmarks/exact.py batches              batches on ResNet-18 and ResNet-10
-    python benchmarks/exact.py stops                defences, precision and modes, one record
+    python benchmarks/exact.py stops                defences and precision, one record
+
+Batch norm is in eval mode; separation.py has train mode and several steps.
 
 Prints Markdown tables. Images are the judged pairs of the board (board.py): CIFAR-10 test images,
 32 × 32, from the folder named by LEAKGAUGE_DATA; a new draw of weights a run, Kaiming-normal
@@ -273,7 +275,6 @@ def stops(runs: int) -> None:
     cases |= {f"pruned {s:.0%}": {"defence": Prune(share=s)} for s in (0.01, 0.1, 0.5, 0.9)}
     cases |= {f"{b} bits": {"defence": Quantise(b)} for b in (20, 16, 12, 8)}
     cases |= {"sends weights (float32)": {"sends": "weights"}}
-    cases |= {"train batch norm": {"batch_norm": "train"}, "2 local steps": {"steps": 2}}
     cases |= {"Adam": {"optimiser": "adam"}}
     half = partial(network, "resnet-10", width=0.5)
     for title, options in cases.items():

@@ -44,7 +44,7 @@ from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Read
 from leakgauge.defences import Clip, Prune
 from leakgauge.errors import NotApplicable
-from leakgauge.fl import Scenario, simulate
+from leakgauge.fl import Scenario, setting, simulate
 from leakgauge.fl.local import advance, minibatches, outputs, ready, start
 from leakgauge.fl.simulate import target
 from leakgauge.kept import Checkpoint, key_of
@@ -459,9 +459,18 @@ def share(values: Sequence[float]) -> str:
 
 
 def refusal(lines: list[Outcome]) -> str:
-    """What was said by the runs that were refused, once."""
-    words = [line["refused"] for line in lines if "refused" in line]
-    return f"refused {len(words)} of {len(lines)}: {words[0]}" if words else ""
+    """What was said by the runs that were refused, once: of the layer that tells most."""
+    refused = [line for line in lines if "refused" in line]
+    if not refused:
+        return ""
+    words = said_of(refused[0]["refused"], refused[0]["at"])
+    return f"refused {len(refused)} of {len(lines)}: {words}"
+
+
+def said_of(words: str, layer: str | None) -> str:
+    """The reason that a refusal names for a layer, or all of it."""
+    _, found, rest = words.partition(f"{layer}: ")
+    return rest.split("; ")[0] if found else words
 
 
 def separate_row(title: str, lines: list[Outcome]) -> str:
@@ -535,7 +544,10 @@ def image_rows(title: str, lines: list[Outcome]) -> str:
 def beyond_row(title: str, lines: list[Outcome]) -> str:
     one = lines[0]
     limits = sorted({o["limit"] for o in lines})
-    words = one["words"] or f"separated, labels {share([o['labels'] for o in lines])}"
+    words = (
+        said_of(one["words"], one["at"])
+        or f"separated, labels {share([o['labels'] for o in lines])}"
+    )
     told = f"{', '.join(map(str, limits))} at {one['at']}"
     seconds = middle([o["seconds"] for o in lines])
     return f"| {title} | {len(lines)} | {told} | {words} | {seconds:.0f} |"
@@ -599,7 +611,7 @@ def lines_of(path: Path, key: Outcome) -> dict[int, Outcome]:
 
 
 def measured(
-    title: str, key: Outcome, given: argparse.Namespace, run_of: Callable[[int], Outcome]
+    case: Case, key: Outcome, given: argparse.Namespace, run_of: Callable[[int], Outcome]
 ) -> list[Outcome]:
     """The lines of a row: those of the file, and those that were missing, which are added to it."""
     known = lines_of(given.out, key)
@@ -612,7 +624,9 @@ def measured(
         try:
             outcome |= run_of(run)
         except NotApplicable as reason:
-            outcome |= {"refused": str(reason)}
+            model = setting(case.network(run, given.net), (3, 32, 32), classes=10)
+            at = exposure(model, case.training, case.records).layer
+            outcome |= {"refused": str(reason), "at": at}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         with given.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
@@ -631,7 +645,7 @@ def table(what: str, given: argparse.Namespace) -> None:
     header(one.head)
     for case in chosen(one.cases(given), given):
         key = key_for(what, case, given)
-        lines = measured(case.title, key, given, lambda run, case=case: one.run(case, run, given))
+        lines = measured(case, key, given, lambda run, case=case: one.run(case, run, given))
         if lines:
             print(one.row(case.title, lines), flush=True)
 
@@ -656,7 +670,7 @@ def rivals(given: argparse.Namespace) -> None:
             ) -> Outcome:
                 return rival(name, case, run, s, given)
 
-            lines = measured(title, key, given, run_of)
+            lines = measured(case, key, given, run_of)
             if lines:
                 print(image_rows(title, lines), flush=True)
 
