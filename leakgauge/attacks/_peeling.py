@@ -128,15 +128,18 @@ class Rows:
     signal: Tensor
 
 
-def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peeled:
-    """Solve for one non-linear node after another, from the separated layer down to the image."""
+def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: str = "") -> Peeled:
+    """Solve for one non-linear node after another, from the separated layer down to the image. What
+    comes next is worth nothing without the node `reach`: that one is solved for if the time is up,
+    too."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
     exact = len(start.steps) == 1
     for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
         if not trace.bent(node):
             continue
-        if not watch.open():
+        reached = not reach or any(one.name == reach for one in known)
+        if reached and not watch.open():
             done.stopped = f"{node.name}, as the time was up"
             break
         try:
