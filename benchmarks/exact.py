@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from leakgauge import metrics, models, threat
 from leakgauge.attacks import ExactRecursion
+from leakgauge.attacks._separation import separable
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import separable
 from leakgauge.defences import Clip, Prune
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate

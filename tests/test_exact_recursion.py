@@ -15,14 +15,15 @@ from leakgauge.attacks import ExactRecursion, _separation
 from leakgauge.attacks._peeling import Peeled, Watch, _solved, peel
 from leakgauge.attacks._separation import (
     common_maps,
+    gradient_of,
     least_squares,
     row_space,
+    separable,
     separate,
     sparse_rays,
     windows,
 )
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import gradient_of, separable
 from leakgauge.data.photos import photos
 from leakgauge.defences import ClipAndNoise, Prune
 from leakgauge.errors import InputError, NotApplicable, Withheld

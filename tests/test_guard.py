@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from nouns import setting
 from torch import nn
 
+from leakgauge import models
 from leakgauge._version import __version__
 from leakgauge.detectors import Continuity, Probe, WarmUp
 from leakgauge.errors import InputError, PlanError
@@ -886,3 +887,22 @@ def test_the_policy_in_the_documentation_is_one():
     settings = policies.parse(tomllib.loads(table))
     assert settings.policy.probe == Probe(isolation=0.3)
     assert settings.training.steps == 8
+
+
+def test_the_self_audit_counts_what_exact_separation_reads() -> None:
+    """The probe isolates no record of a convolutional network, and yet all can be read."""
+
+    def small() -> nn.Module:
+        rng = torch.Generator().manual_seed(0)
+        return models.make("resnet-10", shape=(3, 16, 16), classes=10, width=0.5, rng=rng)
+
+    batch = Batch(torch.rand(4, 3, 16, 16), torch.arange(4))
+    guard = Guard(small, LocalTraining(batch_size=4))
+    told = guard.check(small().state_dict(), batch, first=True).exposure
+    assert told is not None
+    assert "layer4.0.conv2 shows up to" in told
+    large = Batch(torch.rand(80, 3, 16, 16), torch.arange(80) % 10)
+    guard = Guard(small, LocalTraining(batch_size=80))
+    told = guard.check(small().state_dict(), large, first=True).exposure
+    assert told is not None
+    assert "by counting" not in told

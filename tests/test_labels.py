@@ -240,6 +240,29 @@ def test_refusals_say_what_to_do() -> None:
     assert len(infer(adam, "fedleak", rng)) == 12
 
 
+@pytest.mark.parametrize(
+    "training",
+    [LocalTraining(batch_size=12), LocalTraining(batch_size=6, steps=2, momentum=0.9)],
+    ids=["one step", "two steps"],
+)
+def test_separated_labels_hold_repeats_under_train_mode_batch_norm(
+    training: LocalTraining,
+) -> None:
+    model = untrained("resnet-10", 10, 3, width=0.5)
+    labels = torch.tensor([7, 7, 7, 2, 2, 9, 9, 9, 9, 9, 0, 1])
+    truth = replace(drawn(12, 10, 3), labels=labels)
+    seen = observed(model, truth, 10, training)
+    guess = infer(seen, "separated", torch.Generator().manual_seed(1))
+    assert guess.tolist() == sorted(labels.tolist())
+
+
+def test_separated_labels_are_refused_with_the_reason() -> None:
+    model = untrained("resnet-10", 10, 3, width=0.125)
+    seen = observed(model, drawn(32, 10, 0), 10, LocalTraining(batch_size=32))
+    with pytest.raises(NotApplicable, match=r"can span at most .* use the rule 'counts'"):
+        infer(seen, "separated", torch.Generator().manual_seed(0))
+
+
 def test_smooth_noise_is_smooth_and_in_range() -> None:
     images = smooth_noise((8, *SHAPE), torch.Generator().manual_seed(0))
 

@@ -19,8 +19,8 @@ from leakgauge import data, diagnostics, metrics
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Analytic, ExactRecursion, separable
 from leakgauge.attacks._labels import RULES, _slopes, infer
 from leakgauge.attacks._layers import last_linear
+from leakgauge.attacks._separation import gradient_of
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl import Scenario, simulate, tampered, target

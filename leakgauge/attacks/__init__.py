@@ -1,13 +1,14 @@
 """Attacks by what they see: one file per paper. Names with an underscore are shared parts."""
 
 from leakgauge.attacks._labels import RULES as LABEL_RULES
+from leakgauge.attacks._separation import separable
 from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.attacks.agic import AGIC
 from leakgauge.attacks.analytic import Analytic
 from leakgauge.attacks.bayes import BayesAttack
 from leakgauge.attacks.coarse_to_fine import CoarseToFine
 from leakgauge.attacks.dlg import DLG
-from leakgauge.attacks.exact_recursion import ExactRecursion, separable
+from leakgauge.attacks.exact_recursion import ExactRecursion
 from leakgauge.attacks.exposure import Exposure, LayerExposure, exposure
 from leakgauge.attacks.fedavg import FedAvgEpochs
 from leakgauge.attacks.fedleak import FedLeak

@@ -10,6 +10,7 @@ For cross-entropy over n records with features h_i and softmax p_i the last laye
 | `yin`     | Yin et al., GradInversion, CVPR 2021         | records ≤ classes, no repeats     |
 | `fedleak` | Fan et al., FedLeak, 2025, §5                | any batch                         |
 | `counts`  | after Ma et al., iLRG, 2023                  | any batch, any number of steps    |
+| `separated` | ours, after SPEAR: exact separation        | while a layer tells records apart |
 
 `counts` solves the first equation for the counts, n_c = n(p̄_c − ∂b_c). As p̄_c is not negative, each
 is at least −n∂b_c, rounded up: where these add up to n, as for one record always, they are the
@@ -49,13 +50,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from leakgauge.attacks._layers import gradient_sum, last_linear, shared, told
+from leakgauge.attacks._separation import separable
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches, ready
 from leakgauge.papers import FAN2025, Paper
 from leakgauge.records import floats
 from leakgauge.types import Knowledge, LocalTraining, Named, Observation
 
-LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "known"]
+LabelRule: TypeAlias = Literal["idlg", "yin", "fedleak", "counts", "separated", "known"]
 
 TOLD = 1e-3  # rounding of n∂b in float32 that a whole number may miss
 STAND_INS = 256  # smooth random images that play the unseen records
@@ -108,9 +110,24 @@ def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
         if seen.labels is None:
             raise Withheld("labels = 'known', but the observation holds no labels")
         return seen.labels
+    if rule == "separated":
+        return separated(seen)
     counts = RULES[rule](_head(seen, *told(seen, "label inference")))
     _skip_stand_ins(seen.record.shape, rng)
     return torch.arange(len(counts)).repeat_interleave(counts)
+
+
+def separated(seen: Observation) -> Tensor:
+    """The labels of the records that an update shows one by one (see _separation), sorted."""
+    _, records = told(seen, "label inference")
+    try:
+        found = separable(seen, torch.Generator().manual_seed(STAND_IN_SEED))
+    except NotApplicable as reason:
+        raise NotApplicable(
+            f"the rule 'separated' reads labels record by record, and here {reason}: use the rule "
+            "'counts'"
+        ) from reason
+    return found.labels[found.once(records)].sort().values
 
 
 def knowledge(rule: LabelRule) -> frozenset[Knowledge]:

@@ -50,6 +50,7 @@ ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
 NORM_SOLVED = 1e-7  # by how much they may still move at the end
 ROUNDING = 3e-5  # a residual below this is float32's
 ROUNDS = 4  # times that masks are corrected and a layer solved again
+GROUND = 3e-4  # entries this near a channel's least, as a share of its range, are its zeros
 SMALL = 1e-3  # entries above this share of the largest are not switched off
 WEAK = 0.1  # combinations of signals weaker than this share of the strongest count less
 SOLVED = 1e-9  # slope, as a share of the first, at which conjugate gradients stop
@@ -441,7 +442,7 @@ def _open(normal: Tensor, steps: int) -> list[Tensor]:
 
 def _grounded(value: Tensor, null: list[Tensor]) -> Tensor:
     """The value (N, channels, pixels) with what is open in it such that each channel's smallest
-    entry there is zero, as behind a ReLU."""
+    entries there are zero, as behind a ReLU."""
     if not null:
         return value
     flat = value.transpose(1, 2).reshape(-1, value.shape[1])
@@ -450,7 +451,11 @@ def _grounded(value: Tensor, null: list[Tensor]) -> Tensor:
         there = shape > 1e-3 * shape.max()
         shape = shape / shape[there].mean()
         flat = flat - shape[:, None] * (shape @ flat / shape.square().sum())
-        lowest = flat[there].min(0).values
+        # Zeros are taken often, and rounding spreads them: their middle, not the least of them.
+        seen = flat[there]
+        low, high = seen.min(0).values, seen.max(0).values
+        zeros = seen <= low + GROUND * (high - low)
+        lowest = seen.where(zeros, torch.nan).nanmedian(0).values
         flat = flat - shape[:, None] * lowest
     return flat.view(len(value), -1, value.shape[1]).transpose(1, 2)
 

@@ -38,12 +38,17 @@ import torch.nn.functional as F
 from scipy.optimize import linprog
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
+from leakgauge.attacks._layers import gradient_sum, told
 from leakgauge.attacks._path import Path
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import minibatches
-from leakgauge.types import LocalTraining, Named
+from leakgauge.records import pictures
+from leakgauge.types import LocalTraining, Named, Observation
+
+WHO = "the exact separation"
 
 RANK = 3e-6  # singular values below this share of the largest are rounding
 GAP = 1e-3  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
@@ -83,6 +88,45 @@ class Separated:
         while len(chosen) < records:
             chosen.append(int((rows @ rows[chosen].T).max(1).values.argmin()))
         return torch.tensor(chosen)
+
+
+def traced(seen: Observation) -> Trace:
+    """The graph of the observed model, in the modes of the training."""
+    training, _ = told(seen, WHO)
+    return Trace(seen.model, seen.record.shape, train=training.batch_norm == "train")
+
+
+def separable(seen: Observation, rng: torch.Generator) -> Separated:
+    """A client's check before sending: what a server could read of each record in this update,
+    without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
+    in this way."""
+    gradient = gradient_of(seen)
+    training, records = told(seen, WHO)
+    return separate(traced(seen), gradient, records, rng, training)
+
+
+def gradient_of(seen: Observation) -> Named:
+    """The sum of the gradients of all local steps behind an update, in double precision."""
+    training, _ = told(seen, WHO)
+    pictures(seen.record)
+    _refuse(seen.model, training)
+    return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
+
+
+def _refuse(model: nn.Module, training: LocalTraining) -> None:
+    refusals = {
+        f"an update by {training.optimiser!r} is rescaled entry by entry": (
+            training.optimiser != "sgd"
+        ),
+        "dropout hides part of the network": training.dropout != "off" and _has(model, _DropoutNd),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise NotApplicable(f"{WHO} needs plain steps of SGD, but {reason}")
+
+
+def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def separate(
@@ -173,16 +217,7 @@ def _read(
             steps = _in_order(trace, gradient, node, source, maps, signals, steps, path)
         amounts = _anchored(trace, gradient, node, source, maps, signals, steps, path)
         maps, signals = _times(maps, 1 / amounts), _times(signals, amounts)
-        at_top = torch.zeros_like(signals)
-        slopes = torch.zeros(len(steps), out[0], dtype=signals.dtype)
-        gamma = trace.told(_norm_behind(trace, node), "weight", gradient)
-        for number, step in enumerate(steps):
-            with trace.holding(path.weights[number]):
-                at_top[step], slopes[number], _ = _past_norm(
-                    trace, gradient, node, source, maps[step], signals[step], len(steps)
-                )
-            if gamma is not None and len(steps) > 1:
-                path.learn(gamma, slopes)
+        at_top = _behind_norm(trace, gradient, node, source, maps, signals, steps, path)
     else:
         steps = (torch.arange(records),)
         at_top = signals / _scale(trace, node, top)
@@ -273,17 +308,14 @@ def _in_order(
     left, order = list(steps), []
     for number in range(len(steps)):
         with trace.holding(path.weights[number]):
-            tried = [
-                _past_norm(trace, gradient, layer, source, maps[s], signals[s], len(steps))
-                for s in left
-            ]
-        best = min(range(len(left)), key=lambda i: tried[i][2])
+            tried = [_past_norm(trace, layer, source, maps[s], signals[s]) for s in left]
+        best = min(range(len(left)), key=lambda i: float(tried[i].far.median()))
         step = left.pop(best)
         order.append(step)
         seen = windows(maps[step], trace.layer(layer)).flatten(0, 1)
         sent = signals[step].flatten(2).transpose(1, 2).flatten(0, 1)
         parts[number] = (sent.T @ seen).view(gradient[weight].shape)
-        slopes[number] = tried[best][1]
+        slopes[number] = tried[best].slope[:, 0] * tried[best].x.shape[1]
         path.learn(weight, parts)
         if gamma is not None:
             path.learn(gamma, slopes)
@@ -350,44 +382,81 @@ def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node:
     return node
 
 
+@dataclass
+class _Passed:
+    """One step's signals at a layer, by which those behind its batch norm are x + a + b·û."""
+
+    x: Tensor  # (channels, N·positions)
+    normal: Tensor  # û
+    shift: Tensor  # a, (channels, 1)
+    slope: Tensor
+    far: Tensor  # how far from zero a third of the signals is, as a share of all (channels,)
+
+
 def _past_norm(
+    trace: Trace,
+    layer: fx.Node,
+    source: fx.Node,
+    maps: Tensor,
+    signals: Tensor,
+) -> _Passed:
+    """A batch norm in train mode passes back δ_u = γ/σ·(δ_y − mean δ_y − û·mean(δ_y û)); û follows
+    from the maps. The means are what makes δ_y zero at the entries that the ReLU above has switched
+    off."""
+    norm = trace.module.get_submodule(str(_norm_behind(trace, layer).target))
+    assert isinstance(norm, _BatchNorm)
+    gamma: Tensor = signals.new_ones(signals.shape[1]) if norm.weight is None else norm.weight
+    gamma = gamma.where(gamma.abs() > 1e-12, torch.inf)[:, None]  # switched off: carries no signal
+    u = trace.affine(layer, {source: maps}, {}).transpose(0, 1).flatten(1)  # channels first
+    u = u - u.mean(1, keepdim=True)
+    sigma = (u.square().mean(1, keepdim=True) + norm.eps).sqrt()
+    x = signals.transpose(0, 1).flatten(1) * sigma / gamma
+    shift, slope, far = silent(x, u / sigma)
+    far = far / x.square().mean(1).sqrt().clamp_min(1e-30)
+    return _Passed(x, u / sigma, shift, slope, far)
+
+
+def _behind_norm(
     trace: Trace,
     gradient: Named,
     layer: fx.Node,
     source: fx.Node,
     maps: Tensor,
     signals: Tensor,
-    steps: int,
-) -> tuple[Tensor, Tensor, float]:
-    """The signals of one step behind the batch norm in train mode that its signals at the layer
-    passed, the part of the norm's weight in the gradient, and how far from zero the signals are
-    that should be.
+    steps: tuple[Tensor, ...],
+    path: Path,
+) -> Tensor:
+    """The signals behind the batch norm that a layer's output enters, at the weights of each step,
+    of which `path` learns the norm's.
 
-    Its backward pass is δ_u = γ/σ·(δ_y − mean δ_y − û·mean(δ_y û)); û follows from the maps. The
-    means are ∂β/n and ∂γ/n for one step, if these are told; else they are what makes δ_y zero at
-    the entries that the ReLU above has switched off.
+    Over all steps n·a adds up to the gradient of the norm's bias and n·b to that of its weight,
+    where they are told: with them the step with the fewest zeros in a channel needs none.
     """
     node = _norm_behind(trace, layer)
-    norm = trace.module.get_submodule(str(node.target))
-    assert isinstance(norm, _BatchNorm)
-    gamma: Tensor = signals.new_ones(signals.shape[1]) if norm.weight is None else norm.weight
-    gamma = gamma.where(gamma.abs() > 1e-12, torch.inf)[:, None]  # switched off: carries no signal
-    u = (
-        trace.affine(layer, {source: maps}, {}).transpose(0, 1).flatten(1)
-    )  # (channels, N·positions)
-    u = u - u.mean(1, keepdim=True)
-    sigma = (u.square().mean(1, keepdim=True) + norm.eps).sqrt()
-    u = u / sigma
-    x = signals.transpose(0, 1).flatten(1) * sigma / gamma
-    told = [trace.told(node, key, gradient) for key in ("bias", "weight")]
-    off = 0.0
-    if steps == 1 and told[0] is not None and told[1] is not None:
-        shift, slope = (gradient[name][:, None] / u.shape[1] for name in told if name)
-    else:
-        shift, slope, far = silent(x, u)
-        off = float((far / x.square().mean(1).sqrt().clamp_min(1e-30)).median())
-    y = (x + shift + slope * u).view(signals.shape[1], len(signals), *signals.shape[2:])
-    return y.transpose(0, 1), slope[:, 0] * u.shape[1], off
+    bias, gamma = (trace.told(node, key, gradient) for key in ("bias", "weight"))
+    passed: list[_Passed] = []
+    slopes = signals.new_zeros(len(steps), signals.shape[1])
+    for number, step in enumerate(steps):
+        with trace.holding(path.weights[number]):
+            passed.append(_past_norm(trace, layer, source, maps[step], signals[step]))
+        slopes[number] = passed[-1].slope[:, 0] * passed[-1].x.shape[1]
+        if gamma is not None:
+            path.learn(gamma, slopes)
+    if bias is not None and gamma is not None:
+        worst = torch.stack([one.far for one in passed]).argmax(0)
+        for key, name in (("shift", bias), ("slope", gamma)):
+            sums = torch.stack([getattr(one, key)[:, 0] * one.x.shape[1] for one in passed])
+            lacking = gradient[name] - sums.sum(0)
+            for number, one in enumerate(passed):
+                getattr(one, key)[:, 0] += lacking * (worst == number) / one.x.shape[1]
+        for number, one in enumerate(passed):
+            slopes[number] = one.slope[:, 0] * one.x.shape[1]
+        path.learn(gamma, slopes)
+    found = torch.zeros_like(signals)
+    for step, one in zip(steps, passed, strict=True):
+        y = one.x + one.shift + one.slope * one.normal
+        found[step] = y.view(signals.shape[1], len(step), *signals.shape[2:]).transpose(0, 1)
+    return found
 
 
 def silent(x: Tensor, u: Tensor, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,15 +26,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 
 from leakgauge.attacks._finish import finish
-from leakgauge.attacks._layers import gradient_sum, told
+from leakgauge.attacks._layers import told
 from leakgauge.attacks._peeling import FOUND, Peeled, Watch, invert, peel
-from leakgauge.attacks._separation import Separated, separate
-from leakgauge.attacks._trace import Trace
-from leakgauge.errors import InputError, NotApplicable
+from leakgauge.attacks._separation import gradient_of, separate, traced
+from leakgauge.errors import InputError
 from leakgauge.fl.local import advance, minibatches, outputs, ready, start
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
@@ -42,7 +40,6 @@ from leakgauge.records import pictures
 from leakgauge.tensors import parameters
 from leakgauge.types import (
     Knowledge,
-    LocalTraining,
     Named,
     Observation,
     Reconstruction,
@@ -165,7 +162,7 @@ class Read:
         self.gradient = gradient_of(seen)
         self.seen = seen
         self.training, records = told(seen, NAME)
-        self.trace = _traced(seen)
+        self.trace = traced(seen)
         self.begun = separate(self.trace, self.gradient, records, rng, self.training)
         depth = self.trace.depth(self.begun.source)
         self.watch = Watch(resources, total=depth + more)
@@ -238,44 +235,6 @@ class Read:
 def trace_together(done: Peeled) -> bool:
     """Whether images cannot be found one by one: batch norm in train mode, or several steps."""
     return bool(done.trace.norms) or len(done.start.steps) > 1
-
-
-def _traced(seen: Observation) -> Trace:
-    training, _ = told(seen, NAME)
-    return Trace(seen.model, seen.record.shape, train=training.batch_norm == "train")
-
-
-def separable(seen: Observation, rng: torch.Generator) -> Separated:
-    """A client's check before sending: what a server could read of each record in this update,
-    without any search. Raises NotApplicable, with the reason, when the records cannot be told apart
-    in this way."""
-    gradient = gradient_of(seen)
-    training, records = told(seen, NAME)
-    return separate(_traced(seen), gradient, records, rng, training)
-
-
-def gradient_of(seen: Observation) -> Named:
-    """The sum of the gradients of all local steps behind an update, in double precision."""
-    training, _ = told(seen, NAME)
-    pictures(seen.record)
-    _check(seen.model, training)
-    return {name: gradient_sum(seen, name).cpu() / training.lr for name in seen.update}
-
-
-def _check(model: nn.Module, training: LocalTraining) -> None:
-    refusals = {
-        f"an update by {training.optimiser!r} is rescaled entry by entry": (
-            training.optimiser != "sgd"
-        ),
-        "dropout hides part of the network": training.dropout != "off" and _has(model, _DropoutNd),
-    }
-    for reason, holds in refusals.items():
-        if holds:
-            raise NotApplicable(f"{NAME} needs plain steps of SGD, but {reason}")
-
-
-def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

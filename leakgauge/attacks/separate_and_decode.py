@@ -48,9 +48,9 @@ class SeparateAndDecode:
     """Reads activations exactly, decodes, searches (our own)."""
 
     papers: ClassVar[tuple[Paper, ...]] = ExactRecursion.papers
-    steps: int = option(3000, count(10_000_000))  # of the decoder's fit
+    steps: int = option(1000, count(10_000_000))  # of the decoder's fit
     images: int = option(9000, count(10_000_000))  # public ones that it uses, at most
-    evaluations: int = option(400, count(10_000_000))  # of the finish, of all images at once
+    evaluations: int = option(300, count(10_000_000))  # of the finish, of all images at once
     replays: int = option(1, count(1000))  # of the training, where it had several steps
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "public"})
     manipulates: ClassVar[bool] = False

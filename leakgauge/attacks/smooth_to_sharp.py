@@ -67,9 +67,8 @@ from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, relative_l1, relative_squared, weighted
 from leakgauge.attacks._peeling import Watch, peel
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._separation import separate
+from leakgauge.attacks._separation import gradient_of, separate
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import gradient_of
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import logits, minibatches, ready

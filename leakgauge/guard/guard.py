@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from leakgauge.attacks.exposure import exposure
 from leakgauge.detectors import fires, snapshots
 from leakgauge.detectors._isolation import CROWD
 from leakgauge.detectors._layers import digest, drawn
@@ -44,8 +45,17 @@ from leakgauge.guard import policy as policies
 from leakgauge.guard import store as stores
 from leakgauge.guard.policy import MEMORY, STRUCTURE, Policy
 from leakgauge.guard.verdict import Decision, Verdict
-from leakgauge.records import AS_THEY_ARE, Scale, record_of
-from leakgauge.types import Batch, Detection, Detector, History, LocalTraining, Named, Received
+from leakgauge.records import AS_THEY_ARE, Classes, Scale, record_of
+from leakgauge.types import (
+    Batch,
+    Detection,
+    Detector,
+    History,
+    LocalTraining,
+    Named,
+    Received,
+    Setting,
+)
 
 SEED = 0  # of the client's own network
 LOOKED_AT = 512  # records at most; the tests take what they need of them
@@ -263,17 +273,37 @@ class Guard:
         looked = 0
         if batch is not None and self.policy.probe != "off":
             looked = self.policy.probe.wanted(batch, self.training)[1]
+        told = None
+        if batch is not None:
+            told = _joined(_exposure(found, looked), self._counted(model, batch, looked))
         verdict = Verdict(
             decision,
             train,
             found,
             untested,
             missing,
-            None if batch is None else _exposure(found, looked),
+            told,
             model=mark,
             excused=excused,
         )
         return _Checked(verdict, kept, history, taken)
+
+    def _counted(self, model: nn.Module, batch: Batch, records: int) -> str | None:
+        """Whether the exact separation can read the records of a round, by counting alone."""
+        if batch.inputs.dim() != 4 or records < self.training.batch_size:
+            return None
+        try:
+            setting = Setting(model, record_of(batch.inputs), Classes(int(batch.labels.max()) + 1))
+            counted = exposure(setting, self.training, records)
+        except Exception as error:  # whatever tracing meets in the user's code
+            logger.debug("the exposure could not be counted: %s", _words(error))
+            return None
+        if not counted.exposed:
+            return None
+        return (
+            f"by counting, {counted.layer} shows up to {counted.limit} records of an update to "
+            f"exact separation, and yours has {counted.views}"
+        )
 
     def _gaps(
         self, found: tuple[Detection, ...], batch: Batch | None, history: History | None
@@ -426,6 +456,10 @@ def _why(name: str, received: Received) -> str:
     if received.batch is None and name in ("probe", "exact_d_snr", "warm_up"):
         return "no records were given"
     return "it does not apply to this network or moment"
+
+
+def _joined(*parts: str | None) -> str | None:
+    return "; ".join(part for part in parts if part) or None
 
 
 def _exposure(found: tuple[Detection, ...], records: int) -> str | None:
