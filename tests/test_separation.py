@@ -25,9 +25,11 @@ from leakgauge.attacks._separation import (
     Separated,
     biases,
     common_maps,
+    gradient_of,
     most,
     rectified,
     row_space,
+    separable,
     silent,
     smallest,
     supports,
@@ -35,7 +37,6 @@ from leakgauge.attacks._separation import (
     windows,
 )
 from leakgauge.attacks._trace import Trace
-from leakgauge.attacks.exact_recursion import gradient_of, separable
 from leakgauge.data.photos import photos
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
@@ -306,9 +307,9 @@ def test_a_record_of_two_epochs_appears_twice() -> None:
 
 
 def test_steps_of_different_sizes() -> None:
-    one = client(resnet(), 7, batch_size=4, epochs=1)
+    one = client(resnet(), 5, batch_size=3, epochs=1)
     found = separated(one)
-    assert [len(step) for step in found.steps] == [4, 3]
+    assert [len(step) for step in found.steps] == [3, 2]
     right(one, found)
 
 
@@ -555,12 +556,22 @@ def test_the_line_of_most_zeros() -> None:
     shift, slope = normal(3, 1, seed=1), normal(3, 1, seed=2)
     y = normal(3, 60, seed=3)
     y[:, ::2] = 0.0
-    found_shift, found_slope, far = silent(y - shift - slope * u, u)
+    found_shift, found_slope, far = silent(y - shift - slope * u, u, 4)
     assert torch.allclose(found_shift, shift, atol=1e-9)
     assert torch.allclose(found_slope, slope, atol=1e-9)
     assert float(far.max()) < 1e-9
-    *_, far = silent(normal(3, 60, seed=4), u)
+    *_, far = silent(normal(3, 60, seed=4), u, 4)
     assert float(far.min()) > 0.05
+
+
+def test_a_line_of_one_record_alone_is_not_that_of_zeros() -> None:
+    """Under a mean over positions the active entries of a record all have one value."""
+    u = normal(1, 32)
+    y = torch.zeros(1, 32, dtype=torch.float64)
+    y[0, :13], y[0, 20:29] = 1.0, -2.0  # 13 of the first 16, 9 of the others
+    shift, slope, _ = silent(y - 0.3 - 0.7 * u, u, 2)
+    assert float(shift) == pytest.approx(0.3)
+    assert float(slope) == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("size", [20, 120])
