@@ -40,9 +40,12 @@ from leakgauge.types import (
     Dataset,
     Knowledge,
     LocalTraining,
+    Observation,
+    PreparedAttack,
     Reconstruction,
     Resources,
     Round,
+    Target,
     ThreatModel,
 )
 
@@ -89,7 +92,7 @@ def attacked(
     """What the attack makes of client 0's update, and the truth: they meet in tests only."""
     threat = ThreatModel(grants=attack.needs if grants is None else grants)
     check("attack", attack, threat)
-    return attack.reconstruct(observe(round_, threat), seeded(seed)), covered(round_, threat)
+    return attack.reconstruct(shown(attack, round_, threat), seeded(seed)), covered(round_, threat)
 
 
 def paired(guess: Tensor, truth: Tensor) -> Tensor:
@@ -115,6 +118,21 @@ def exactly(attack: Attack) -> ThreatModel:
     """The threat model that grants what the attack needs, and nothing else."""
     actor = "client" if "own" in attack.needs else "server"
     return ThreatModel(actor=actor, grants=attack.needs - {"own"})
+
+
+def public() -> Dataset:
+    """Records that are no client's: those of a round come before them."""
+    data = digits()
+    return Dataset("public digits", data.inputs[-200:], data.labels[-200:], data.classes)
+
+
+def shown(attack: Attack, round_: Round, threat: ThreatModel | None = None) -> Observation:
+    """What the attacker holds: the observation, with what the attack prepared before the round."""
+    kept = None
+    if isinstance(attack, PreparedAttack):
+        target = Target(round_.setting, round_.training, round_.sizes[0], public=public())
+        kept = attack.prepare(target, seeded(3)).kept
+    return observe(round_, threat or exactly(attack), kept=kept)
 
 
 class Forbidden:
@@ -144,7 +162,7 @@ def same(left: Reconstruction, right: Reconstruction) -> bool:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_same_seed_same_bytes_whatever_the_global_generator_holds(name: str) -> None:
     attack = quick(name)
-    seen = observe(played(tiny()), exactly(attack))
+    seen = shown(attack, played(tiny()))
     guesses = []
     for state in (1, 2):
         with torch.random.fork_rng(devices=[]):
@@ -158,7 +176,7 @@ def test_same_seed_same_bytes_whatever_the_global_generator_holds(name: str) -> 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_the_same_bytes_wherever_the_update_lies_in_memory(name: str) -> None:
     attack = quick(name)
-    seen = observe(played(tiny()), exactly(attack))
+    seen = shown(attack, played(tiny()))
     update = {}
     for key, value in seen.update.items():
         block = torch.empty(value.numel() + 1)  # entries begin 4 bytes behind its start
@@ -167,13 +185,17 @@ def test_the_same_bytes_wherever_the_update_lies_in_memory(name: str) -> None:
     assert same(attack.reconstruct(seen, seeded(7)), attack.reconstruct(moved, seeded(7)))
 
 
-CLOSED = {"analytic", "exact-recursion"}  # linear algebra down to the image: nothing is drawn
+CLOSED = {
+    "analytic",
+    "exact-recursion",
+    "separate-and-decode",
+}  # linear algebra down to the image: nothing is drawn
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in CLOSED])
 def test_another_seed_starts_elsewhere(name: str) -> None:
     attack = quick(name)
-    seen = observe(played(tiny()), exactly(attack))
+    seen = shown(attack, played(tiny()))
     assert not same(attack.reconstruct(seen, seeded(1)), attack.reconstruct(seen, seeded(2)))
 
 
@@ -181,7 +203,7 @@ def test_another_seed_starts_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_the_observation_is_left_untouched(name: str, training: bool) -> None:
     attack = quick(name)
-    seen = observe(played(tiny()), exactly(attack))
+    seen = shown(attack, played(tiny()))
     seen.model.train(training)
     model, update = copy.deepcopy((seen.model.state_dict(), seen.update))
     attack.reconstruct(seen, seeded())
@@ -198,7 +220,7 @@ def test_the_observation_is_left_untouched(name: str, training: bool) -> None:
 def test_runs_with_everything_withheld_that_it_does_not_declare(name: str) -> None:
     attack = quick(name)
     threat = exactly(attack)
-    seen = observe(played(tiny()), threat)
+    seen = shown(attack, played(tiny()), threat)
     for item in {*get_args(Knowledge)} - {"public"}:  # that is met in prepare() alone
         assert (getattr(seen, item) is not None) == (item in attack.needs)
     check(name, attack, threat)
@@ -210,12 +232,21 @@ def test_runs_with_everything_withheld_that_it_does_not_declare(name: str) -> No
 def test_is_refused_when_a_need_is_withheld(name: str) -> None:
     attack = quick(name)
     assert attack.needs
-    for item in attack.needs - {"own"}:
+    round_ = played(tiny())
+    for item in attack.needs - {"own", "public"}:
         threat = ThreatModel(grants=attack.needs - {item})
         with pytest.raises(Withheld, match=rf"{name}.*needs '{item}'.*threat.grants"):
             check(name, attack, threat)
         with pytest.raises(Withheld):  # and by the attack itself, if nobody asked
-            attack.reconstruct(observe(played(tiny()), threat), seeded())
+            attack.reconstruct(shown(attack, round_, threat), seeded())
+    if "public" in attack.needs:  # held or not, and met in prepare() alone
+        with pytest.raises(Withheld, match=rf"{name}.*needs 'public'.*federation.public"):
+            check(name, attack, exactly(attack), public=False)
+        assert isinstance(attack, PreparedAttack)
+        with pytest.raises(Withheld, match="public"):
+            attack.prepare(Target(round_.setting, round_.training, 1), seeded())
+        with pytest.raises(Withheld, match="prepare"):
+            attack.reconstruct(observe(round_, exactly(attack)), seeded())
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -227,14 +258,14 @@ def test_never_sees_the_truth(name: str) -> None:
     blind = dataclasses.replace(round_, truths=(Forbidden(), Forbidden()))
     with pytest.raises(AssertionError, match="the truth was read"):
         covered(blind, ThreatModel())
-    guess = attack.reconstruct(observe(blind, exactly(attack)), seeded())
-    assert same(guess, attack.reconstruct(observe(round_, exactly(attack)), seeded()))
+    guess = attack.reconstruct(shown(attack, blind), seeded())
+    assert same(guess, attack.reconstruct(shown(attack, round_), seeded()))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_guess_is_what_the_type_says(name: str) -> None:
     attack = quick(name)
-    guess = attack.reconstruct(observe(played(tiny()), exactly(attack)), seeded())
+    guess = attack.reconstruct(shown(attack, played(tiny())), seeded())
     assert guess.inputs.dtype == torch.float32
     assert float(guess.inputs.min()) >= 0
     assert float(guess.inputs.max()) <= 1
@@ -250,7 +281,7 @@ def test_a_guess_is_what_the_type_says(name: str) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_works_within_the_given_resources(name: str) -> None:
     attack = quick(name, iterations=50)
-    seen = observe(played(tiny()), exactly(attack))
+    seen = shown(attack, played(tiny()))
     calls: list[tuple[int, int, float]] = []
     resources = Resources(
         dtype=torch.float64, seconds=0.0, progress=lambda *call: calls.append(call)

@@ -242,8 +242,6 @@ def test_a_mixture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"training": {"batch_norm": "train"}}, "mixes the records"),
-        ({"training": {"steps": 2, "batch_size": 1}, "records": 1}, "took 2 steps"),
         ({"training": {"optimiser": "adam"}}, "'adam' is rescaled"),
         ({"records": 2, "activation": "gelu"}, "not from a ReLU"),
         ({"records": 2, "activation": "sigmoid"}, "not from a ReLU"),

@@ -33,6 +33,7 @@ from leakgauge.attacks._separation import (
     rectified,
     smallest,
     supports,
+    usual_energy,
     windows,
 )
 from leakgauge.attacks._trace import Trace
@@ -129,15 +130,18 @@ class Rows:
     signal: Tensor
 
 
-def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch) -> Peeled:
-    """Solve for one non-linear node after another, from the separated layer down to the image."""
+def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: str = "") -> Peeled:
+    """Solve for one non-linear node after another, from the separated layer down to the image. What
+    comes next is worth nothing without the node `reach`: that one is solved for if the time is up,
+    too."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
     exact = len(start.steps) == 1
     for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
         if not trace.bent(node):
             continue
-        if not watch.open():
+        reached = not reach or any(one.name == reach for one in known)
+        if reached and not watch.open():
             done.stopped = f"{node.name}, as the time was up"
             break
         try:
@@ -460,44 +464,13 @@ def _grounded(value: Tensor, null: list[Tensor]) -> Tensor:
 def _sized(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
     """The value with the size, step by step, of a ReLU behind batch norms: only the ε of those that
     see it depends on that."""
-    moments = _moments(done.trace, node)
-    if moments is None:
+    energy = usual_energy(done.trace, node)
+    if energy is None:
         return value
-    mean, variance = moments
-    ratio = mean / variance.sqrt()
-    below = torch.special.ndtr(ratio)
-    density = torch.exp(-ratio.square() / 2) / math.sqrt(2 * math.pi)
-    energy = float(((mean**2 + variance) * below + mean * variance.sqrt() * density).mean())
     value = value.clone()
     for step, _ in done.steps:
         value[step] *= (energy / float(value[step].square().mean())) ** 0.5
     return value
-
-
-def _moments(trace: Trace, node: fx.Node) -> tuple[Tensor, Tensor] | None:
-    """Mean and variance, channel by channel, of what enters a ReLU: those of the batch norms that
-    are added up in it; None where something else is."""
-    if trace.kind[node] != "relu":
-        return None
-    left = list(node.all_input_nodes)
-    means, variances = [], []
-    while left:
-        one = left.pop()
-        if one in trace.norms:
-            norm = trace.module.get_submodule(str(one.target))
-            assert isinstance(norm, _BatchNorm)
-            if norm.weight is None:
-                return None
-            means.append(norm.bias.double())
-            variances.append(norm.weight.double().square())
-        elif trace.kind[one] == "relu":  # a skip: it adds as much as half a normal has
-            means.append(torch.full((trace.shape[one][0],), 0.4, dtype=torch.float64))
-            variances.append(torch.full((trace.shape[one][0],), 0.34, dtype=torch.float64))
-        elif trace.channelwise(one):
-            left.extend(one.all_input_nodes)
-        else:
-            return None
-    return torch.stack(means).sum(0), torch.stack(variances).sum(0).clamp_min(1e-12)
 
 
 def _few(rows: Tensor) -> Tensor:

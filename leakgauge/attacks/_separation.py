@@ -27,6 +27,7 @@ the overlap is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -333,13 +334,17 @@ def _anchored(
     path: Path,
 ) -> Tensor:
     """A factor per record, the same in a step, by which signals add up to the gradient of the bias
-    below the ReLU that the layer looks at. Ones where no bias tells it: only the ε of batch norms
-    depends on it."""
+    below the ReLU that the layer looks at. Where no bias tells it, maps become as large as such a
+    ReLU's usually are: only the ε of batch norms depends on it."""
     names = biases(trace, gradient, source)
     entered = layer.all_input_nodes[0]
     while entered is not source and len(entered.users) == 1:
         entered = entered.all_input_nodes[0]
     ones = torch.ones(len(maps), dtype=maps.dtype)
+    energy = usual_energy(trace, source)
+    if energy is not None:
+        for step in steps:
+            ones[step] = float((maps[step].square().mean() / energy).sqrt())
     if entered is not source or len(source.users) > 1 or not names:
         return ones
     sums = []
@@ -372,6 +377,33 @@ def biases(trace: Trace, gradient: Named, relu: fx.Node) -> list[str]:
     return found
 
 
+def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
+    """The mean square of what leaves a ReLU, if what enters it is normal: a sum of batch norms in
+    train mode, each with the mean and variance that its bias and weight give it, and of skips. None
+    where something else enters."""
+    if trace.kind[relu] != "relu":
+        return None
+    left = list(relu.all_input_nodes)
+    mean, variance = torch.zeros(1, dtype=torch.float64), torch.full((1,), 1e-12)
+    while left:
+        node = left.pop()
+        if node in trace.norms:
+            norm = trace.module.get_submodule(str(node.target))
+            assert isinstance(norm, _BatchNorm)
+            mean = mean + (0.0 if norm.bias is None else norm.bias.double())
+            variance = variance + (1.0 if norm.weight is None else norm.weight.double().square())
+        elif trace.kind[node] == "relu":  # a skip: it adds as much as half a normal has
+            mean, variance = mean + 0.4, variance + 0.34
+        elif trace.channelwise(node):
+            left.extend(node.all_input_nodes)
+        else:
+            return None
+    ratio = mean / variance.sqrt()
+    density = torch.exp(-ratio.square() / 2) / math.sqrt(2 * math.pi)
+    active = torch.special.ndtr(ratio)
+    return float(((mean**2 + variance) * active + mean * variance.sqrt() * density).mean())
+
+
 def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node:
     """The batch norm that a layer's output enters first."""
     node = layer
@@ -390,7 +422,7 @@ class _Passed:
     normal: Tensor  # û
     shift: Tensor  # a, (channels, 1)
     slope: Tensor
-    far: Tensor  # how far from zero a third of the signals is, as a share of all (channels,)
+    far: Tensor  # how far from zero a quarter of the signals is, as a share of all (channels,)
 
 
 def _past_norm(
@@ -411,7 +443,7 @@ def _past_norm(
     u = u - u.mean(1, keepdim=True)
     sigma = (u.square().mean(1, keepdim=True) + norm.eps).sqrt()
     x = signals.transpose(0, 1).flatten(1) * sigma / gamma
-    shift, slope, far = silent(x, u / sigma)
+    shift, slope, far = silent(x, u / sigma, len(maps))
     far = far / x.square().mean(1).sqrt().clamp_min(1e-30)
     return _Passed(x, u / sigma, shift, slope, far)
 
@@ -459,12 +491,17 @@ def _behind_norm(
     return found
 
 
-def silent(x: Tensor, u: Tensor, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
+def silent(x: Tensor, u: Tensor, records: int, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
     """a and b of each row, so that as many entries of x + a + b·u as can be are zero: the line
-    through two entries that has the smallest third of the others nearest, then through those; and
-    how near that third is."""
+    through two entries that has the nearest quarter of the others nearest, then through those; and
+    how near that quarter is.
+
+    A mean over positions sends the same signal to all entries of a record that are active, so that
+    these lie on a line too: one that only a single record has does not count.
+    """
     rng = torch.Generator().manual_seed(0)
-    rank = max(3, int(0.35 * x.shape[1]))
+    positions = x.shape[1] // records
+    rank, own = max(3, x.shape[1] // 4), min(positions, max(2, positions // 8))
     best = torch.full((len(x), 1), torch.inf, dtype=x.dtype)
     shift, slope = torch.zeros_like(best), torch.zeros_like(best)
     for _ in range(tries):
@@ -472,7 +509,11 @@ def silent(x: Tensor, u: Tensor, tries: int = 150) -> tuple[Tensor, Tensor, Tens
         apart = u[:, i] - u[:, j]
         b = -((x[:, i] - x[:, j]) / apart.where(apart.abs() > 1e-9, torch.inf))[:, None]
         a = -x[:, i : i + 1] - b * u[:, i : i + 1]
-        off = (x + a + b * u).abs().kthvalue(rank, 1, keepdim=True).values
+        far = (x + a + b * u).abs()
+        off = far.kthvalue(rank, 1, keepdim=True).values
+        if records > 1:
+            each = far.view(len(x), records, positions).kthvalue(own, 2).values
+            off = torch.maximum(off, each.kthvalue(2, 1, keepdim=True).values)
         better = off < best
         best, shift, slope = (n.where(better, o) for n, o in ((off, best), (a, shift), (b, slope)))
     near = ((x + shift + slope * u).abs() <= 3 * best).to(x)

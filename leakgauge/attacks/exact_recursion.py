@@ -152,7 +152,12 @@ class Read:
     """What the update tells of every record without a search: separated, then peeled."""
 
     def __init__(
-        self, seen: Observation, rng: torch.Generator, resources: Resources, more: int = 0
+        self,
+        seen: Observation,
+        rng: torch.Generator,
+        resources: Resources,
+        more: int = 0,
+        reach: str = "",
     ) -> None:
         self.gradient = gradient_of(seen)
         self.seen = seen
@@ -162,7 +167,7 @@ class Read:
         depth = self.trace.depth(self.begun.source)
         self.watch = Watch(resources, total=depth + more)
         self.watch(self.begun.misfit)
-        self.done = peel(self.trace, self.gradient, self.begun, self.watch)
+        self.done = peel(self.trace, self.gradient, self.begun, self.watch, reach)
         self.weights: tuple[Named, ...] = self.begun.path.weights
 
     def facts(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class SeparateAndDecode:
         if seen.kept is None or seen.records is None:
             raise Withheld("separate-and-decode needs 'records' and what its prepare() kept")
         resources, facts = resources or Resources(), seen.kept.facts
-        read = Read(seen, rng, resources, more=1 + self.replays)
+        read = Read(seen, rng, resources, more=1 + self.replays, reach=str(facts["node"]))
         begin, notes = self._decoded(read, seen.kept)
         images, misfits = read.finish(begin, self.evaluations)
         read.watch(float(misfits.mean()))

@@ -1,0 +1,629 @@
+"""Separation and peeling under ordinary training, held against a replay by torch.optim.
+
+Every case is exact: batch norm in train mode, several steps with momentum and weight decay, several
+passes, weights instead of updates. The truth is what the network itself computes of the records, at
+the weights that each step began with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from leakgauge import models
+from leakgauge.attacks._path import Path
+from leakgauge.attacks._peeling import Peeled, Watch, peel
+from leakgauge.attacks._separation import (
+    Separated,
+    biases,
+    common_maps,
+    gradient_of,
+    most,
+    rectified,
+    row_space,
+    separable,
+    silent,
+    smallest,
+    supports,
+    together,
+    windows,
+)
+from leakgauge.attacks._trace import Trace
+from leakgauge.data.photos import photos
+from leakgauge.errors import NotApplicable
+from leakgauge.fl import Scenario, simulate
+from leakgauge.fl.local import minibatches, train
+from leakgauge.fl.model import setting
+from leakgauge.records import Scale
+from leakgauge.threat import observe
+from leakgauge.types import (
+    Batch,
+    LocalTraining,
+    Named,
+    Observation,
+    Resources,
+    ThreatModel,
+)
+
+SCALE = Scale((0.5,) * 3, (0.25,) * 3)
+SETTINGS = {"momentum": 0.9, "weight_decay": 5e-4}
+EXACT = 1e-4
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Client:
+    """One that trained on photographs, and what a server sees of it."""
+
+    seen: Observation
+    batch: Batch
+
+    def told(self, **changed: Any) -> Observation:
+        """What it sees, if it is told something else of the training."""
+        records = changed.pop("records", self.seen.records)
+        assert self.seen.training is not None
+        return replace(self.seen, records=records, training=replace(self.seen.training, **changed))
+
+    def trace(self) -> Trace:
+        assert self.seen.training is not None
+        train = self.seen.training.batch_norm == "train"
+        return Trace(self.seen.model, self.seen.record.shape, train=train)
+
+    def weights(self) -> list[Named]:
+        """Those that each step began with, by torch.optim in double precision."""
+        training = self.seen.training
+        assert training is not None
+        model = copy.deepcopy(self.seen.model).double().eval()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.train(training.batch_norm == "train")
+        optimiser = torch.optim.SGD(
+            model.parameters(),
+            lr=training.lr,
+            momentum=training.momentum,
+            weight_decay=training.weight_decay,
+        )
+        found = []
+        for rows in self.rows():
+            found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+            optimiser.zero_grad()
+            logits = model(self.entering(rows))
+            nn.functional.cross_entropy(logits, self.batch.labels[rows]).backward()
+            optimiser.step()
+        return found
+
+    def rows(self) -> list[Tensor]:
+        """The records of each step."""
+        assert self.seen.training is not None
+        return minibatches(len(self.batch), self.seen.training)
+
+    def entering(self, rows: Tensor) -> Tensor:
+        return self.seen.record.entering(self.batch.inputs[rows].double())
+
+    def truth(self, node: str) -> list[Tensor]:
+        """The values of a node in every step."""
+        found = []
+        for rows, weights in zip(self.rows(), self.weights(), strict=True):
+            trace = self.trace().moved(weights)
+            at = trace.named(node)
+            found.append(trace.forward(self.entering(rows), [at])[at])
+        return found
+
+
+def client(
+    model: nn.Module, records: int, *, size: int = 32, label: int | None = None, **training: Any
+) -> Client:
+    data = photos(size=size)
+    rows = torch.randperm(len(data), generator=seeded(5))[:records]
+    batch = Batch(data.inputs[rows], data.labels[rows])
+    if label is not None:
+        batch = Batch(batch.inputs, torch.full_like(batch.labels, label))
+    local = LocalTraining(**({"batch_size": records} | training))
+    whole = setting(model, data.inputs, len(data.classes), SCALE)
+    update = train(whole, batch, local, seeded()).update
+    return Client(Observation(whole, update, local, records), batch)
+
+
+def resnet(name: str = "resnet-10", width: float = 0.5, size: int = 32) -> nn.Module:
+    return models.make(name, shape=(3, size, size), classes=10, rng=seeded(), width=width)
+
+
+def chain(affine: bool = True) -> nn.Module:
+    """Four convolutions, as a VGG has them, for 16 × 16 images: the last at 4 × 4 positions."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    inputs = 3
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for number, (outputs, stride) in enumerate([(24, 1), (48, 2), (96, 2), (128, 1)]):
+            layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+            layers[f"norm{number}"] = nn.BatchNorm2d(outputs, affine=affine)
+            layers[f"act{number}"] = nn.ReLU()
+            inputs = outputs
+        layers["pool"], layers["flat"] = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        layers["head"] = nn.Linear(inputs, 10)
+    return nn.Sequential(layers)
+
+
+def any_affine(model: nn.Module) -> nn.Module:
+    """The model with weights of both signs and biases in its batch norms."""
+    rng = seeded(3)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            size = len(module.weight)
+            sign = 1 - 2.0 * (torch.rand(size, generator=rng) < 0.3)
+            module.weight.data = sign * (0.5 + torch.rand(size, generator=rng))
+            module.bias.data = 0.3 * torch.randn(size, generator=rng)
+    return model
+
+
+def separated(one: Client) -> Separated:
+    return separable(one.seen, seeded())
+
+
+def compared(found: Separated, value: Tensor, truth: list[Tensor]) -> list[Tensor]:
+    """Which record of its step each found one is; each is found once, exactly, in its size."""
+    assert len(found.steps) == len(truth)
+    pairs = []
+    for step, true in zip(found.steps, truth, strict=True):
+        sizes = true.flatten(1).norm(dim=1)
+        distance = torch.cdist(value[step].flatten(1), true.flatten(1)) / sizes
+        pairs.append(distance.argmin(1))
+        assert pairs[-1].sort().values.tolist() == list(range(len(true)))
+        assert float(distance.min(1).values.max()) < EXACT
+    return pairs
+
+
+def right(one: Client, found: Separated) -> None:
+    """Maps of every appearance and their labels, step by step in the order taken."""
+    pairs = compared(found, found.maps, one.truth(found.source.name))
+    for step, pair, rows in zip(found.steps, pairs, one.rows(), strict=True):
+        assert found.labels[step].tolist() == one.batch.labels[rows][pair].tolist()
+    assert torch.cat(found.steps).sort().values.tolist() == list(range(len(found.maps)))
+
+
+class Once(Watch):
+    """Time for as many nodes."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__(Resources(), nodes)
+        self.left = nodes
+
+    def open(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def peeled(one: Client, found: Separated, nodes: int = 1) -> Peeled:
+    trace = one.trace()
+    names = {node.name: node for node in trace.nodes}
+    # `separable` traced a network of its own: its nodes are the same ones by name.
+    own = replace(
+        found, layer=names[found.layer.name], top=names[found.top.name],
+        source=names[found.source.name],
+    )  # fmt: skip
+    return peel(trace, gradient_of(one.seen), own, Once(nodes))
+
+
+# ---------------------------------------------------------------- exact cases
+
+
+@cache
+def one_step() -> tuple[Client, Separated]:
+    one = client(resnet(), 4)
+    return one, separated(one)
+
+
+@cache
+def two_steps() -> tuple[Client, Separated]:
+    one = client(resnet(), 6, batch_size=3, steps=2, **SETTINGS)
+    return one, separated(one)
+
+
+def test_a_batch_under_train_mode_batch_norm_is_read_exactly() -> None:
+    one, found = one_step()
+    assert found.layer.target == "layer4.0.conv2"
+    assert found.misfit < 1e-5
+    right(one, found)
+
+
+def test_the_signals_are_those_of_the_loss() -> None:
+    """At the top, before the last ReLU, in their size: not only their direction."""
+    one, found = one_step()
+    trace = one.trace()
+    top = trace.named(found.top.name)
+    (rows,) = one.rows()
+    inner = trace.forward(one.entering(rows), [top])[top].requires_grad_()
+    (above,) = top.users
+    with torch.enable_grad():
+        logits = trace.affine(trace.output, {above: inner.relu()}, {})
+        loss = nn.functional.cross_entropy(logits, one.batch.labels[rows])
+    (signal,) = torch.autograd.grad(loss, inner)
+    (pair,) = compared(found, found.maps, one.truth(found.source.name))
+    assert float((found.signal - signal[pair]).norm() / signal.norm()) < EXACT
+
+
+def test_every_appearance_is_read_at_the_weights_of_its_own_step() -> None:
+    one, found = two_steps()
+    right(one, found)
+    sizes = [len(step) for step in found.steps]
+    assert sizes == [3, 3]
+
+
+def test_the_weights_of_a_later_step_are_learnt() -> None:
+    one, found = two_steps()
+    first, later = one.weights()
+    for name in ("layer4.0.conv2.weight", "layer4.0.bn2.weight"):
+        moved = (later[name] - first[name]).norm()
+        assert torch.equal(found.path.weights[0][name], first[name])
+        assert float((found.path.weights[1][name] - later[name]).norm() / moved) < 1e-3
+
+
+def test_the_layer_below_is_peeled_in_train_mode() -> None:
+    one, found = one_step()
+    done = peeled(one, found, 2)
+    assert [node.name for node in done.known] == ["layer4_0_act1", "layer3_0_act2", "layer3_0_act1"]
+    for node, value in done.known.items():
+        compared(found, value, one.truth(node.name))
+    assert "as the time was up" in done.stopped
+
+
+def test_the_layer_below_is_peeled_over_steps() -> None:
+    one, found = two_steps()
+    done = peeled(one, found)
+    assert done.lowest.name == "layer3_0_act2"
+    compared(found, done.known[done.lowest], one.truth("layer3_0_act2"))
+    first, later = one.weights()
+    for name in ("layer4.0.conv1.weight", "layer4.0.downsample.0.weight"):
+        moved = (later[name] - first[name]).norm()
+        learnt = done.start.path.weights[1][name]
+        assert float((learnt - later[name]).norm() / moved) < 1e-3
+
+
+def test_a_record_of_two_epochs_appears_twice() -> None:
+    one = client(resnet(), 4, batch_size=4, epochs=2, lr=0.05, **SETTINGS)
+    found = separated(one)
+    assert len(found.maps) == 8
+    right(one, found)
+    first, second = one.truth(found.source.name)
+    assert float((first - second).norm() / first.norm()) > 100 * EXACT  # they differ
+    chosen = found.once(4)
+    assert sorted(chosen.tolist()) == sorted(found.steps[0].tolist())
+    assert sorted(found.labels[chosen].tolist()) == sorted(one.batch.labels.tolist())
+
+
+def test_steps_of_different_sizes() -> None:
+    one = client(resnet(), 5, batch_size=3, epochs=1)
+    found = separated(one)
+    assert [len(step) for step in found.steps] == [3, 2]
+    right(one, found)
+
+
+def test_a_client_that_sends_weights() -> None:
+    """The difference of two float32 weights has fewer digits."""
+    one = client(resnet(), 4, sends="weights")
+    found = separated(one)
+    pairs = compared(found, found.maps, one.truth(found.source.name))
+    assert found.labels.tolist() == one.batch.labels[pairs[0]].tolist()
+
+
+def test_repeated_labels() -> None:
+    one = client(resnet(), 4, label=3)
+    found = separated(one)
+    assert found.labels.tolist() == [3] * 4
+    right(one, found)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_steps_in_eval_mode(steps: int) -> None:
+    """No batch norm ties the records of a step together: all come in one group."""
+    one = client(resnet(), 2 * steps, batch_size=2, steps=steps, batch_norm="eval", **SETTINGS)
+    found = separated(one)
+    assert len(found.steps) == 1
+    true = torch.cat(one.truth(found.source.name)).flatten(1)
+    found_, true_ = (nn.functional.normalize(maps) for maps in (found.maps.flatten(1), true))
+    cosines = found_ @ true_.T
+    assert float((1 - cosines.max(1).values).max()) < 1e-8
+    pair = cosines.argmax(1)
+    assert sorted(pair.tolist()) == list(range(2 * steps))
+    assert (
+        found.labels.tolist()
+        == torch.cat(one.rows())[pair].apply_(lambda row: int(one.batch.labels[row])).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (lambda: any_affine(resnet()), 32),
+        (lambda: chain(), 16),
+        (lambda: any_affine(chain()), 16),
+        (lambda: chain(affine=False), 16),
+        (lambda: resnet("resnet-18", 0.25), 32),
+        (lambda: any_affine(resnet("resnet-18", 0.25)), 32),
+    ],
+    ids=["affine", "chain", "affine-chain", "no-affine", "identity-skip", "affine-identity-skip"],
+)
+def test_networks_of_other_shapes(model: Any, size: int) -> None:
+    one = client(model(), 4, size=size)
+    found = separated(one)
+    done = peeled(one, found)
+    assert len(done.known) == 2, done.stopped
+    free = not any(biases(done.trace, done.gradient, node) for node in done.known)
+    for node, value in done.known.items():
+        (true,) = one.truth(node.name)
+        if free:  # nothing tells the size of the whole batch
+            value = value * (true.norm() / value.norm())
+        compared(found, value, [true])
+    (pair,) = compared(found, found.maps * (1 if not free else float(
+        one.truth(found.source.name)[0].norm() / found.maps.norm())),
+        one.truth(found.source.name))  # fmt: skip
+    assert found.labels.tolist() == one.batch.labels[pair].tolist()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"records": 3, "batch_size": 3}, "no edge after 47"),
+        ({"records": 5, "batch_size": 5}, "no edge after 79"),
+        ({"records": 4, "batch_size": 2, "epochs": 1}, "no edge after 62|form steps of"),
+        ({"records": 8, "batch_size": 4, "steps": 2}, "no edge after 126"),
+    ],
+    ids=["fewer", "more", "steps", "more-steps"],
+)
+def test_a_wrong_number_of_records_or_steps_is_refused(told: dict[str, Any], words: str) -> None:
+    one, _ = one_step()
+    with pytest.raises(NotApplicable, match=words):
+        separable(one.told(**told), seeded())
+
+
+def test_an_aggregate_of_clients_is_not_taken_for_one_batch() -> None:
+    """Each normalises its own batch: nothing is read rather than something wrong."""
+    data = photos(size=32)
+    scenario = Scenario(
+        lambda: resnet(), data, LocalTraining(batch_size=2), clients=2, records=2, scale=SCALE
+    )
+    seen = observe(simulate(scenario, seeded()), ThreatModel(actor="aggregate"))
+    assert seen.records == 4
+    with pytest.raises(NotApplicable, match="no edge after 63"):
+        separable(seen, seeded())
+
+
+def test_adam_and_dropout_are_refused() -> None:
+    one = client(chain(), 2, size=16, optimiser="adam")
+    with pytest.raises(NotApplicable, match="'adam' is rescaled entry by entry"):
+        separated(one)
+    model = nn.Sequential(nn.Dropout(0.2), chain())
+    one = client(model, 2, size=16, dropout="replayed")
+    with pytest.raises(NotApplicable, match="dropout hides part of the network"):
+        separated(one)
+
+
+def test_records_beyond_the_rank_are_refused() -> None:
+    one = client(chain(), 9, size=16)
+    with pytest.raises(NotApplicable, match="9 records × 16 positions are 143 windows"):
+        separated(one)
+
+
+def test_a_linear_layer_before_a_batch_norm_hides_its_mean() -> None:
+    basis = row_space(normal(12, 3) @ normal(3, 60, seed=1), 4, 1, lost=1)
+    assert basis.shape == (60, 3)
+    with pytest.raises(NotApplicable, match="hides what its records have in common"):
+        common_maps(basis, nn.Linear(60, 12), (60,), 4, centred=True)
+
+
+def test_windows_that_meet_nowhere_do_not_tell_their_mean() -> None:
+    layer = nn.Conv2d(8, 80, 2, stride=2)
+    with pytest.raises(NotApplicable, match="do not overlap enough to tell it"):
+        common_maps(normal(32, 5), layer, (8, 4, 4), 2, centred=True)
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_the_mean_window_is_found_again() -> None:
+    """Signals that sum to zero hide one direction; the maps come out whole."""
+    layer = nn.Conv2d(8, 80, 3, padding=1)
+    maps = normal(3, 8, 4, 4).relu()
+    seen = windows(maps, layer).flatten(0, 1)
+    signals = normal(80, len(seen), seed=1)
+    gradient = (signals - signals.mean(1, keepdim=True)) @ seen
+    span = common_maps(row_space(gradient, 3, 16, lost=1), layer, (8, 4, 4), 3, centred=True)
+    inside = span @ (span.T @ maps.flatten(1).T)
+    assert torch.allclose(inside, maps.flatten(1).T, atol=1e-8)
+    with pytest.raises(NotApplicable, match="no edge after 48"):
+        row_space(gradient, 3, 16)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"weight_decay": 0.3}, SETTINGS])
+def test_a_path_that_knows_every_part_is_that_of_torch(settings: dict[str, float]) -> None:
+    training = LocalTraining(lr=0.1, **settings)  # type: ignore[arg-type]
+    slopes = normal(4, 5)
+
+    def walked(gradients: Tensor) -> list[Tensor]:
+        weight = nn.Parameter(normal(5, seed=1))
+        optimiser = torch.optim.SGD([weight], lr=training.lr, **settings)
+        found = [weight.detach().clone()]
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimiser.step()
+            found.append(weight.detach().clone())
+        return found
+
+    true = walked(slopes)
+    parts = []
+    for step in range(4):
+        without = slopes.clone()
+        without[step] = 0
+        parts.append((walked(without)[-1] - true[-1]) / training.lr)
+    known = torch.stack(parts)
+    path = Path({"w": true[0]}, {"w": known.sum(0)}, training, 4)
+    path.learn("w", known)
+    for step in range(4):
+        assert torch.allclose(path.weights[step]["w"], true[step], atol=1e-12)
+
+
+def test_a_path_that_knows_nothing_gives_every_step_the_same_gradient() -> None:
+    training = LocalTraining(lr=0.1, **SETTINGS)
+    weight = nn.Parameter(normal(5, seed=1))
+    optimiser = torch.optim.SGD([weight], lr=training.lr, **SETTINGS)  # type: ignore[arg-type]
+    true = [weight.detach().clone()]
+    for _ in range(3):
+        weight.grad = normal(5)
+        optimiser.step()
+        true.append(weight.detach().clone())
+    still = nn.Parameter(true[0].clone())
+    optimiser = torch.optim.SGD([still], lr=training.lr, **SETTINGS)  # type: ignore[arg-type]
+    for _ in range(3):
+        still.grad = torch.zeros(5, dtype=torch.float64)
+        optimiser.step()
+    path = Path({"w": true[0]}, {"w": (still.detach() - true[-1]) / training.lr}, training, 3)
+    for step in range(3):
+        assert torch.allclose(path.weights[step]["w"], true[step], atol=1e-12)
+
+
+def sums_to_zero(sizes: list[int]) -> Tensor:
+    """Signals (N, 20, 6) of steps with so many records, in this order."""
+    signals = normal(sum(sizes), 20, 6)
+    for step in torch.split(torch.arange(len(signals)), sizes):
+        signals[step] -= signals[step].mean((0, 2), keepdim=True)
+    return signals
+
+
+def test_records_of_one_step_are_told_by_their_sums() -> None:
+    sizes = [3, 2]
+    mixed = torch.tensor([4, 0, 3, 2, 1])
+    amounts = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.25], dtype=torch.float64)
+    signals = (sums_to_zero(sizes) / amounts[:, None, None])[mixed]
+    found, steps = together(signals, sizes)
+    assert sorted(sorted(mixed[step].tolist()) for step in steps) == [[0, 1, 2], [3, 4]]
+    for step in steps:
+        ratio = found[step] / amounts[mixed[step]]
+        assert torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-9)
+        assert (found[step] > 0).all()
+
+
+def test_one_step_gives_one_factor() -> None:
+    amounts = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    found, (step,) = together(sums_to_zero([3]) / amounts[:, None, None], [3])
+    assert step.tolist() == [0, 1, 2]
+    assert torch.allclose(found / found[0], amounts / amounts[0], rtol=1e-9)
+    assert (found > 0).all()
+
+
+def test_sums_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(NotApplicable, match="do not add up to zero in 1 steps"):
+        together(normal(4, 20, 6), [4])
+    with pytest.raises(NotApplicable, match="do not add up to zero in 3 steps"):
+        together(sums_to_zero([3, 2]), [2, 2, 1])
+    with pytest.raises(NotApplicable, match=r"form steps of \[2, 3\], not \[1, 4\]"):
+        together(sums_to_zero([3, 2]), [4, 1])
+    signals = sums_to_zero([4])
+    signals[2] *= -1
+    with pytest.raises(NotApplicable, match="only with negative shares"):
+        together(signals, [4])
+
+
+def test_vectors_of_disjoint_supports_are_told_apart() -> None:
+    truth = torch.zeros(7, 2, dtype=torch.float64)
+    truth[[0, 3, 4], 0] = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
+    truth[[1, 6], 1] = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    truth /= truth.norm(dim=0)
+    turned = truth @ torch.linalg.qr(normal(2, 2)).Q
+    found = torch.stack(supports(turned), 1)
+    assert torch.allclose(found, truth, atol=1e-12)  # each by the sign of its first entry
+
+
+def test_the_line_of_most_zeros() -> None:
+    u = normal(3, 60)
+    shift, slope = normal(3, 1, seed=1), normal(3, 1, seed=2)
+    y = normal(3, 60, seed=3)
+    y[:, ::2] = 0.0
+    found_shift, found_slope, far = silent(y - shift - slope * u, u, 4)
+    assert torch.allclose(found_shift, shift, atol=1e-9)
+    assert torch.allclose(found_slope, slope, atol=1e-9)
+    assert float(far.max()) < 1e-9
+    *_, far = silent(normal(3, 60, seed=4), u, 4)
+    assert float(far.min()) > 0.05
+
+
+def test_a_line_of_one_record_alone_is_not_that_of_zeros() -> None:
+    """Under a mean over positions the active entries of a record all have one value."""
+    u = normal(1, 32)
+    y = torch.zeros(1, 32, dtype=torch.float64)
+    y[0, :13], y[0, 20:29] = 1.0, -2.0  # 13 of the first 16, 9 of the others
+    shift, slope, _ = silent(y - 0.3 - 0.7 * u, u, 2)
+    assert float(shift) == pytest.approx(0.3)
+    assert float(slope) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("size", [20, 120])
+def test_the_smallest_eigenvalues(size: int) -> None:
+    """By a decomposition of a small matrix, by iteration of a large one."""
+    truth = np.concatenate([np.zeros(3), np.linspace(0.5, 2.0, size - 3)])
+    turn = torch.linalg.qr(normal(size, size)).Q.numpy()
+    matrix = (turn * truth) @ turn.T
+    values, vectors = smallest(matrix, 4)
+    assert np.abs(values[:3]).max() < 1e-9
+    assert 0.5 - 1e-9 < values[3] < 0.6
+    inside = vectors[:, :3].T @ turn[:, :3]
+    assert np.allclose(inside @ inside.T, np.eye(3), atol=1e-9)
+
+
+def test_rows_that_stand_out_do_not_count() -> None:
+    left, truth = normal(40, 2), torch.tensor([2.0, -1.0], dtype=torch.float64)
+    values = left @ truth
+    values[:2] += 50.0
+    found, misfit = most(left, values)
+    assert torch.allclose(found, truth, atol=1e-12)
+    assert misfit < 1e-12
+    _, misfit = most(left, normal(40, seed=1))
+    assert misfit > 0.3
+
+
+def test_what_rounding_leaves_of_zeros_is_taken_away() -> None:
+    maps = torch.tensor([[[5.0, 0.0, 1.0]], [[2.0, 2e-3, -1e-3]]], dtype=torch.float64)
+    clean, unsure = rectified(maps)
+    assert clean.tolist() == [[[5.0, 0.0, 1.0]], [[2.0, 0.0, 0.0]]]
+    assert unsure.tolist() == [True]
+    _, unsure = rectified(maps[:1])
+    assert unsure.tolist() == [False]
+
+
+def test_the_biases_before_a_relu() -> None:
+    """Those of the batch norms that are added up in it, not those below the convolutions."""
+    one, _ = one_step()
+    trace, gradient = one.trace(), gradient_of(one.seen)
+
+    def found(name: str) -> list[str]:
+        node: fx.Node = trace.named(name)
+        return sorted(biases(trace, gradient, node))
+
+    assert found("layer4_0_act1") == ["layer4.0.bn1.bias"]
+    assert found("layer3_0_act2") == ["layer3.0.bn2.bias", "layer3.0.downsample.1.bias"]
+
+
+def test_one_appearance_of_each_where_steps_are_not_told_apart() -> None:
+    _, found = one_step()
+    twice = replace(
+        found, maps=torch.cat([found.maps, 1.01 * found.maps]), steps=(torch.arange(8),)
+    )
+    chosen = twice.once(4)
+    assert sorted((chosen % 4).tolist()) == [0, 1, 2, 3]
