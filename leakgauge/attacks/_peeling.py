@@ -29,6 +29,7 @@ from leakgauge.attacks._matching import lbfgs
 from leakgauge.attacks._separation import (
     Separated,
     biases,
+    least_squares,
     most,
     rectified,
     smallest,
@@ -49,6 +50,7 @@ RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
 NORM_ROUNDS = 40  # times that a batch norm's statistics follow from what was solved with them
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
 NORM_SOLVED = 1e-7  # by how much they may still move at the end
+SIZED = 0.1  # share by which signals whose size no bias told may be off
 ROUNDING = 3e-5  # a residual below this is float32's
 ROUNDS = 4  # times that masks are corrected and a layer solved again
 GROUND = 3e-4  # entries this near a channel's least, as a share of its range, are its zeros
@@ -302,6 +304,9 @@ def _by_channel(
         moved = max(system.follow(node, value) for system in systems)
         if moved < NORM_SOLVED:
             break
+    if trace.norms:
+        for system in systems:
+            system.sized(value.reshape(records, *flat))
     lacks = {system.rows.layer: system.lack(value.reshape(records, *flat)) for system in systems}
     kept = [lacks[s.rows.layer][good[s.rows.layer]] for s in systems]
     size = sum(float(s.target[s.good].square().sum()) for s in systems) ** 0.5
@@ -413,6 +418,16 @@ class _System:
         path.learn(weight, torch.stack(parts).view(len(parts), *self.done.gradient[weight].shape))
         if gamma is not None:
             path.learn(gamma, torch.stack(slopes))
+
+    def sized(self, value: Tensor) -> None:
+        """Give the signals of each step the size with which they explain the gradient: where no
+        bias told how large the activations above are, it is not known before."""
+        steps = self.done.start.steps
+        parts = [self._gradient(self.at_layer[:, s], value[s])[self.good].flatten() for s in steps]
+        found = least_squares(torch.stack(parts, 1), self.observed[self.good].flatten()[:, None])
+        for step, amount in zip(steps, found[:, 0].tolist(), strict=True):
+            if abs(amount - 1) < SIZED:
+                self.at_layer[:, step] *= amount
 
     def _gradient(self, signal: Tensor, value: Tensor) -> Tensor:
         """The layer's weight gradient (outputs, channels, offsets) of these records."""

@@ -224,7 +224,10 @@ def _read(
         at_top = signals / _scale(trace, node, top)
         amounts = _amounts(trace, gradient, node, top, at_top, signals, slack)
         maps, at_top = _times(maps, 1 / amounts), _times(at_top, amounts)
-    errors = _errors(trace, top, at_top, slack)
+    errors = torch.zeros(records, trace.shape[trace.output].numel(), dtype=at_top.dtype)
+    for step, weights in zip(steps, path.weights, strict=True):
+        with trace.holding(weights):
+            errors[step] = _errors(trace, top, at_top[step], slack)
     labels = errors.argmin(1)
     exact = len(sizes) == 1
     _check(trace, source if exact else None, maps, top, errors, labels, slack)
@@ -800,16 +803,20 @@ def sparse_rays(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
     if records == 1:
         return (span * span.sum().sign()).T
     found: list[Tensor] = []
+    # Where every record is zero only rounding is left: it tells nothing, and its sign would
+    # contradict the rest.
+    size = span.norm(dim=1)
+    telling = span[size > 1e-3 * size.max()]
     for _ in range(PROGRAMS * records):
-        left = span
+        left = telling
         if found:  # look where what was found does not explain the space
             taken = torch.linalg.qr(torch.stack(found).T).Q
-            left = span - span @ taken @ taken.T
+            left = telling - telling @ taken @ taken.T
         pick = int(torch.multinomial(left.square().sum(1), 1, generator=rng))
-        start = _program(span, pick, rng)
+        start = _program(telling, pick, rng)
         if start is None:
             continue
-        ray, error = _polished(span, start)
+        ray, error = _polished(telling, start)
         known = any(float(torch.dot(ray, other)) > 1 - 1e-4 for other in found)
         if error < 1e-2 and not known:
             found.append(ray)
@@ -823,10 +830,7 @@ def sparse_rays(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
 def _program(span: Tensor, pick: int, rng: torch.Generator) -> Tensor | None:
     """min 1ᵀSq, Sq ≥ 0, (Sq)_pick = 1, by adding the constraints that are violated."""
     matrix = span.numpy()
-    # Where every record is zero only rounding is left, and its sign would contradict the rest.
-    size = np.linalg.norm(matrix, axis=1)
-    telling = np.flatnonzero(size > 1e-3 * size.max())
-    chosen = telling[torch.randperm(len(telling), generator=rng)[:ROWS].numpy()]
+    chosen = torch.randperm(len(matrix), generator=rng)[:ROWS].numpy()
     for _ in range(6):
         solved = linprog(
             matrix.sum(0),
@@ -840,7 +844,7 @@ def _program(span: Tensor, pick: int, rng: torch.Generator) -> Tensor | None:
         if solved.status != 0:
             return None
         values = matrix @ solved.x
-        violated = telling[values[telling] < -10 * SLACK * max(1.0, values.max())]
+        violated = np.flatnonzero(values < -10 * SLACK * max(1.0, values.max()))
         if not len(violated):
             break
         worst = violated[np.argsort(values[violated])[:ROWS]]
