@@ -22,6 +22,7 @@ from leakgauge.attacks import (
     Analytic,
     ExactRecursion,
     InvertingGradients,
+    SeparateAndDecode,
     SmoothToSharp,
 )
 from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear
@@ -385,6 +386,38 @@ def exact_fedavg_epochs() -> None:
     assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED + 5
 
 
+def convolutions(norms: bool) -> nn.Module:
+    """Of which the last tells records apart, and no layer below leads down to the image."""
+    widths = (1, 8, 16, 128)
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for k in range(3):
+            stride = 2 if k == 1 else 1
+            layers.append(nn.Conv2d(widths[k], widths[k + 1], 3, stride=stride, padding=1))
+            layers += [nn.BatchNorm2d(widths[k + 1])] * norms + [nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+def exact_separate_and_decode() -> None:
+    """From a poor decoder's images to every digit of four, each with its own label; but for the
+    contrast, which batch norm leaves open, where there are norms."""
+    attack = SeparateAndDecode(steps=100, images=400, evaluations=200)
+    for norms, training in (
+        (False, LocalTraining(batch_size=4)),
+        (True, LocalTraining(batch_size=2, steps=2, lr=0.01)),
+    ):
+        guess, truth = attacked(attack, played(convolutions(norms), training, records=4))
+        order = metrics.assign.optimal(guess.inputs, truth.inputs)
+        score = metrics.affine_psnr if norms else metrics.psnr
+        assert float(score(guess.inputs[order], truth.inputs).min()) > 60
+        assert guess.labels is not None
+        assert guess.labels[order].tolist() == truth.labels.tolist()
+        assert guess.residual < 1e-3
+        assert max(guess.facts["misfits"]) < 1e-6
+        assert guess.facts["decoder_psnr"] < 25  # the search is what makes it exact
+
+
 def exact_smooth_to_sharp() -> None:
     """The finish reaches the solution to the digits of the float32 update."""
     round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
@@ -408,6 +441,7 @@ EXACT: dict[str, Callable[[], None]] = {
     "fedleak": lambda: recognises(quick("fedleak", iterations=100)),
     "idlg": exact_idlg,
     "inverting-gradients": exact_inverting_gradients,
+    "separate-and-decode": exact_separate_and_decode,
     "smooth-to-sharp": exact_smooth_to_sharp,
 }
 

@@ -66,11 +66,27 @@ def test_what_needs_no_tensor_loads_no_torch():
     assert "torch" in at_last  # the details of a method do load it: the above would notice
 
 
+GUARDED = """
+import leakgauge.guard; loaded()
+from leakgauge import Batch, Guard, LocalTraining; loaded()
+import torch
+make = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+guard, sent = Guard(make, LocalTraining(batch_size=2)), make().state_dict()
+guard.check(sent); loaded()
+guard.check(sent, Batch(torch.rand(2, 3, 2, 2), torch.arange(2)))
+"""
+
+
 def test_the_guard_loads_no_attack():
-    module, name = loaded("import leakgauge.guard; loaded()\nfrom leakgauge import Guard")
+    *before, audited = loaded(GUARDED)
+    module, _, checked = before
     assert "leakgauge.guard.guard" in module
+    assert "leakgauge.detectors" in checked
     unwanted = ("leakgauge.attacks", "leakgauge.audit", "leakgauge.report", "typer", "rich")
-    assert not [m for m in module | name if m.startswith(unwanted)]
+    assert not [m for modules in before for m in modules if m.startswith(unwanted)]
+    # The self-audit asks what the exact separation reads of the client's own pictures.
+    assert "leakgauge.attacks.exposure" in audited
+    assert not [m for m in audited if m.startswith(unwanted[1:])]
 
 
 # Without the extras.

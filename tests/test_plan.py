@@ -584,7 +584,16 @@ def test_plain_is_what_json_can_hold():
     assert json.loads(json.dumps(value, allow_nan=False)) == value
 
 
-SEARCHES = sorted(ATTACKS.keys() - {"analytic", "exact-recursion"})
+WHOLE = {"analytic", "exact-recursion", "separate-and-decode"}
+"""Linear algebra, and a search that ends by itself: a forecast times such a trial whole. What the
+last of them prepares is long, and is timed apart by its own signs of progress."""
+SEARCHES = sorted(ATTACKS.keys() - WHOLE)
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_attacks_that_a_forecast_times_whole_cannot_be_shortened(name: str) -> None:
+    """One that is shortened would be another attack, and share no preparation with the whole."""
+    assert not isinstance(ATTACKS[name](), Iterative)
 
 
 @pytest.mark.parametrize("name", [*SEARCHES, "fishing", "seer"])

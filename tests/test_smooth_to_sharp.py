@@ -29,7 +29,7 @@ from leakgauge.attacks.smooth_to_sharp import (
 from leakgauge.config import build
 from leakgauge.data.digits import digits
 from leakgauge.data.photos import photos
-from leakgauge.errors import InputError, PlanError
+from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl.local import train
 from leakgauge.records import Scale
 from leakgauge.types import Batch, LocalTraining, Observation, Reconstruction, Resources
@@ -489,6 +489,28 @@ def test_where_nothing_can_be_read_the_notes_say_so_and_the_search_is_the_same()
     assert torch.equal(with_them.inputs, without.inputs)
     assert [note for note in with_them.notes if "no activations to meet" in note]
     assert not without.notes
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_activations_that_batch_norm_ties_together_are_not_met(mode: Any) -> None:
+    """In eval mode, and in either without a norm, a record's activations are its own."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(24)
+    layers = [nn.Conv2d(1, 24, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(864, 10)]
+    truth = Batch(digits().inputs[:2], digits().labels[:2])
+    training = LocalTraining(batch_size=2, batch_norm=mode)
+    for model in (nn.Sequential(*layers), nn.Sequential(*[m for m in layers if m is not norm])):
+        ours = setting(model, truth, 10)
+        update = train(ours, truth, training, seeded()).update
+        seen = Observation(ours, update, training=training, records=2)
+        if mode == "train" and norm in model.children():
+            with pytest.raises(NotApplicable, match="one by one"):
+                recovered(seen, seeded())
+        else:
+            penalty, labels, _ = recovered(seen, seeded())
+            order = [truth.labels.tolist().index(label) for label in labels.tolist()]
+            assert float(penalty(truth.inputs[order])) < 1e-6
+            assert float(penalty(truth.inputs[order[::-1]])) > 0.01
 
 
 def test_the_activations_weigh_in_the_search() -> None:

@@ -208,6 +208,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "loki": {"bins": 16},
     "exact-recursion": {"evaluations": 20, "restarts": 1},
     "fishing": {"iterations": 2},
+    "separate-and-decode": {"steps": 2, "images": 32, "evaluations": 20},
 }
 
 
@@ -230,8 +231,10 @@ def attacked(name: str, round_: Round) -> None:
     try:
         kept = None
         if isinstance(attack, PreparedAttack):
-            sent = attack.prepare(target(round_, data.load("digits")), seeded())
-            round_, kept = tampered(round_, sent, seeded()), sent.kept
+            made = attack.prepare(target(round_, data.load("digits")), seeded())
+            kept = made.kept
+            assert bool(made.models) == attack.manipulates
+            round_ = tampered(round_, made, seeded()) if made.models else round_
         seen = observe(round_, ThreatModel(malicious=True), kept=kept)
         guess = attack.reconstruct(seen, seeded())
     except NotApplicable as reason:

@@ -67,8 +67,7 @@ from leakgauge.attacks._matching import cosine as cosine_decay
 from leakgauge.attacks._objectives import cosine, relative_l1, relative_squared, weighted
 from leakgauge.attacks._peeling import Watch, peel
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._separation import gradient_of, separate
-from leakgauge.attacks._trace import Trace
+from leakgauge.attacks._separation import gradient_of, separate, traced
 from leakgauge.attacks.inverting_gradients import InvertingGradients
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.fl.local import logits, minibatches, ready
@@ -249,9 +248,9 @@ def recovered(
     activations, and what was read in words."""
     gradient = gradient_of(seen)
     training, records = told(seen, "smooth-to-sharp")
-    if training.batch_norm == "train" or len(minibatches(records, training)) > 1:
+    trace = traced(seen)
+    if trace.norms or len(minibatches(records, training)) > 1:
         raise NotApplicable("the search meets activations one by one, at the weights it was sent")
-    trace = Trace(seen.model, seen.record.shape)
     begun = separate(trace, gradient, records, rng)
     watch = Watch(replace(resources or Resources(), progress=None), total=1)
     known = peel(trace, gradient, begun, watch).known

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 from leakgauge import threat
 from leakgauge.attacks import Exposure, exposure
 from leakgauge.audit import cases
 from leakgauge.audit.plan import Plan
-from leakgauge.fl.simulate import initial_model, records_of
+from leakgauge.fl.simulate import initial_model, records_of, shards_of
 from leakgauge.tensors import seeded
 
 
-def exposures(plan: Plan) -> tuple[Exposure, ...]:
+def begun(plan: Plan) -> tuple[nn.Module, torch.Generator]:
+    """The first model of the plan, and the generator that drew it: what it draws next is who holds
+    which records."""
+    first = cases.trials(plan)[0]
+    rng = seeded(first.seed, "federation")
+    return initial_model(first.scenario(plan), rng), rng
+
+
+def exposures(
+    plan: Plan, start: tuple[nn.Module, torch.Generator] | None = None
+) -> tuple[Exposure, ...]:
     """One for each number of records that an update of the plan holds: where clients hold
-    different numbers, the fewest and the most; of captured rounds, every number there is."""
+    different numbers, the fewest and the most; of captured rounds, every number there is. `start`
+    is what `begun` gave, if it was asked already: building a model may take long."""
     who, federation = plan.document.threat, plan.document.federation
     if plan.captured:
         setting = plan.captured[0].setting
         counts = {tuple(one.sizes[k] for k in threat.victims(one, who)) for one in plan.captured}
     else:
-        first = cases.trials(plan)[0]
-        scenario, rng = first.scenario(plan), seeded(first.seed, "federation")
-        setting = scenario.setting(initial_model(scenario, rng))
-        shards = scenario.partition.split(scenario.data, scenario.clients, rng)
-        sizes = sorted(records_of(scenario, len(shard)) for shard in shards)
+        scenario = cases.trials(plan)[0].scenario(plan)
+        model, rng = start or begun(plan)
+        setting = scenario.setting(model)
+        sizes = sorted(records_of(scenario, len(shard)) for shard in shards_of(scenario, rng))
         together = federation.participants or federation.clients
         seen = 1 if who.actor == "server" else together
         counts = {tuple(sizes[:seen]), tuple(sizes[-seen:])}

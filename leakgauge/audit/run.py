@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from leakgauge.attacks import Exposure
 from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, Done
 from leakgauge.audit.cases import Case
 from leakgauge.audit.engine import Crew, Engine, Hooks
-from leakgauge.audit.exposed import exposures
+from leakgauge.audit.exposed import begun, exposures
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.result import assemble
@@ -27,8 +28,6 @@ from leakgauge.audit.results import NotRun, Result, Times, Trial
 from leakgauge.audit.store import Store
 from leakgauge.audit.workers import local
 from leakgauge.errors import NotApplicable
-from leakgauge.fl.simulate import initial_model
-from leakgauge.tensors import seeded
 from leakgauge.types import PreparedAttack
 
 
@@ -62,9 +61,9 @@ def run(
     result can say how far the forecast was off. `engine` makes the workers that run `jobs` trials
     at a time: this process and others like it, or those of a cluster (integrations.ray)."""
     torch.set_num_threads(plan.document.audit.threads)
-    first = cases.trials(plan)[0]
     # Build the model once before anything is written: a wrong one is the user's to know now.
-    model = initial_model(first.scenario(plan), seeded(first.seed, "federation"))
+    start = begun(plan)
+    model, exposure = start[0], exposures(plan, start)
     bench, watch = Bench(plan, store.prepared), watch or Watch()
 
     def opened() -> None:
@@ -75,10 +74,13 @@ def run(
         opened()  # another audit may have ended in it meanwhile
         began = time.monotonic()
         with closing(engine(bench, jobs, watch.say)) as workers:
-            return _audit(_Session(bench, store, workers, began, budget, watch), model, calibrate)
+            session = _Session(bench, store, workers, began, budget, watch)
+            return _audit(session, model, exposure, calibrate)
 
 
-def _audit(session: _Session, model: nn.Module, calibrate: bool) -> Result:
+def _audit(
+    session: _Session, model: nn.Module, exposure: tuple[Exposure, ...], calibrate: bool
+) -> Result:
     bench, plan, store = session.bench, session.bench.plan, session.store
     expected = None
     controls = cases.controls(plan) if plan.document.audit.control else []
@@ -112,7 +114,7 @@ def _audit(session: _Session, model: nn.Module, calibrate: bool) -> Result:
         wall=session.elapsed(),
         forecast=expected,
         interrupted=session.interrupted,
-        exposure=exposures(plan),
+        exposure=exposure,
     )
     store.finish(result)
     return result

@@ -68,15 +68,7 @@ def simulate(
     """Play the federation up to the attacked round and return that round, truths included."""
     _check(scenario)
     model = initial_model(scenario, rng)
-    shards = scenario.partition.split(scenario.data, scenario.clients, rng)
-    for k, shard in enumerate(shards):
-        records = records_of(scenario, len(shard))
-        if len(shard) < records or not len(shard):
-            raise InputError(
-                f"client {k} holds {len(shard)} records of {scenario.data.name} but a round takes "
-                f"{records}: use fewer clients, a smaller batch or another partition"
-            )
-        _check_reach(records, scenario.training)
+    shards = shards_of(scenario, rng)
     memory: list[Memory] = [{} for _ in shards]
     for index in range(scenario.rounds):
         played, buffers = _play(scenario, model, shards, memory, index, rng)
@@ -163,6 +155,21 @@ def _try_out(model: nn.Module, scenario: Scenario) -> None:
     live = scenario.setting(ready(model, training))
     values = {name: p.requires_grad_() for name, p in parameters(model).items()}
     attempt(live, values | dict(live.model.named_buffers()), blank, labels, training)
+
+
+def shards_of(scenario: Scenario, rng: torch.Generator) -> list[Tensor]:
+    """Which records each client holds: enough for a round."""
+    _check(scenario)
+    shards = scenario.partition.split(scenario.data, scenario.clients, rng)
+    for k, shard in enumerate(shards):
+        records = records_of(scenario, len(shard))
+        if len(shard) < records or not len(shard):
+            raise InputError(
+                f"client {k} holds {len(shard)} records of {scenario.data.name} but a round takes "
+                f"{records}: use fewer clients, a smaller batch or another partition"
+            )
+        _check_reach(records, scenario.training)
+    return shards
 
 
 def records_of(scenario: Scenario, held: int) -> int:

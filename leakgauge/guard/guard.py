@@ -35,7 +35,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks.exposure import exposure
 from leakgauge.detectors import fires, snapshots
 from leakgauge.detectors._isolation import CROWD
 from leakgauge.detectors._layers import digest, drawn
@@ -292,6 +291,8 @@ class Guard:
         """Whether the exact separation can read the records of a round, by counting alone."""
         if batch.inputs.dim() != 4 or records < self.training.batch_size:
             return None
+        from leakgauge.attacks.exposure import exposure  # here: a client starts without attacks
+
         try:
             setting = Setting(model, record_of(batch.inputs), Classes(int(batch.labels.max()) + 1))
             counted = exposure(setting, self.training, records)
