@@ -478,7 +478,8 @@ def peel_row(title: str, lines: list[Outcome]) -> str:
     return (
         f"| {title} | {len(lines)} | {share([o['separated'] for o in some])} "
         f"| {middle([o['worst'] for o in some]):.0e} (≤ {max(o['worst'] for o in some):.0e}) "
-        f"| {share([o['labels'] for o in some])} | {'; '.join(errors)} | {middle(lowest):.1e} (≤ {max(lowest):.1e}) "
+        f"| {share([o['labels'] for o in some])} | {'; '.join(errors)} "
+        f"| {middle(lowest):.1e} (≤ {max(lowest):.1e}) "
         f"| {middle([o['seconds'] for o in some]):.0f} | {refusal(lines)} |"
     )
 

@@ -207,22 +207,24 @@ class _Pairs:
             images = torch.cat([images, varied(images[picked], rng)])
         light = trace.single()
         at = light.named(node)
-        parts = []
+        activations = torch.empty(total, *_shape(trace, node), dtype=torch.half)
+        squares: list[Tensor] = []
         with torch.no_grad():
             for begin in range(0, total, records):
                 # The last batch is filled up: batch norm sees as many records as at the client.
                 rows = torch.arange(begin, begin + records) % total
                 found = light.forward(record.entering(images[rows]), [at])[at]
-                if free_scale:
-                    found = found / root_mean_square(found)
-                parts.append(found[: total - begin].half())
-        activations = torch.cat(parts)
-        if not activations.isfinite().all():
+                size = root_mean_square(found)
+                activations[begin : begin + records] = (found / size if free_scale else found)[
+                    : total - begin
+                ].half()
+                squares.append(size.square())
+        if not all(one.isfinite().all() for one in activations):
             raise NotApplicable(
                 f"the activations of {node!r} are not finite on public images, or too large for "
                 "half precision: no decoder can be fitted to them"
             )
-        scale = None if free_scale else float(root_mean_square(activations))
+        scale = None if free_scale else float(torch.stack(squares).mean().sqrt())
         return cls(images, activations, held, max(0, made), scale)
 
     def read(self, rows: Tensor | slice) -> Tensor:
