@@ -24,6 +24,7 @@ from leakgauge.attacks._separation import (
     windows,
 )
 from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.exact_recursion import Read
 from leakgauge.data.photos import photos
 from leakgauge.defences import ClipAndNoise, Prune
 from leakgauge.errors import InputError, NotApplicable, Withheld
@@ -185,6 +186,18 @@ def test_one_step_is_undone_whatever_its_settings(training: dict[str, Any]) -> N
     seen, truth = federated("mlp", 3, hidden=(64,), training=training)
     guess = ExactRecursion().reconstruct(seen, seeded())
     assert min(scores(guess.inputs, truth.inputs)) > 60
+
+
+def test_the_residual_of_steps_that_are_not_told_apart() -> None:
+    """Without batch norm in train mode: as many steps are replayed as were taken."""
+    steps = {"batch_size": 2, "steps": 2, "lr": 0.001}
+    seen, truth = federated("mlp", 4, training=steps, hidden=(256,))
+    read = Read(seen, seeded(), Resources())
+    true = read.trace.forward(seen.record.entering(truth.inputs.double()), [read.begun.source])
+    rows = [nn.functional.normalize(v) for v in (read.begun.maps, true[read.begun.source])]
+    order = (rows[0] @ rows[1].T).argmax(1).tolist()
+    assert sorted(order) == [0, 1, 2, 3]
+    assert read.residual(truth.inputs[order], truth.labels[order]) < 0.02
 
 
 def test_a_wrong_mask_is_found_and_put_right() -> None:

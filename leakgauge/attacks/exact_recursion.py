@@ -199,13 +199,18 @@ class Read:
 
     def replay(self, images: Tensor) -> Named:
         """The update that these normalised images, one per appearance, lead to with the labels
-        found; afterwards the weights of the steps are those of this training."""
+        found; afterwards the weights of the steps are those of this training. Appearances that no
+        batch norm told apart by step are taken in the order in which they were found."""
         live = ready(self.seen.model, self.training).double()
         before = parameters(live)
         names, buffers = list(before), {n: b.clone() for n, b in live.named_buffers()}
         state = start([before[name].detach() for name in names], self.training)
         weights = []
-        for number, step in enumerate(self.begun.steps):
+        steps: Sequence[Tensor] = self.begun.steps
+        sizes = [len(rows) for rows in minibatches(told(self.seen, NAME)[1], self.training)]
+        if len(steps) < len(sizes):
+            steps = torch.cat(self.begun.steps).split_with_sizes(sizes)
+        for number, step in enumerate(steps):
             values = dict(zip(names, state.weights, strict=True))
             weights.append({name: value.detach() for name, value in values.items()})
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
