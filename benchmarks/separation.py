@@ -101,6 +101,7 @@ class Case:
     defence: str = "none"
     width: float = 1.0
     net: str = ""
+    mode: str = "train"
 
     @property
     def records(self) -> int:
@@ -111,7 +112,8 @@ class Case:
     def training(self) -> LocalTraining:
         return LocalTraining(
             lr=0.01, batch_size=self.batch, steps=self.steps, epochs=self.epochs,
-            momentum=self.momentum, weight_decay=self.weight_decay, batch_norm="train",
+            momentum=self.momentum, weight_decay=self.weight_decay,
+            batch_norm=self.mode,  # type: ignore[arg-type]
             sends=self.sends,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -124,6 +126,7 @@ class Case:
         words += [f"momentum {self.momentum:g}"] if self.momentum else []
         words += [f"decay {self.weight_decay:g}"] if self.weight_decay else []
         words += ["sends weights"] if self.sends == "weights" else []
+        words += ["eval mode"] if self.mode == "eval" else []
         return ", ".join(words + ([self.defence] if self.defence != "none" else []))
 
     def network(self, run: int, net: Path | None) -> nn.Module:
@@ -139,7 +142,7 @@ def chains(given: argparse.Namespace) -> list[Case]:
     records."""
     found = []
     for name in given.model or ("resnet-10", "resnet-18"):
-        one = Case(name, 8, width=given.width, net=named(given.net))
+        one = Case(name, 8, width=given.width, net=named(given.net), mode=given.mode)
         found += [replace(one, batch=batch) for batch in (4, 8, 16, 24)]
         found += [
             replace(one, batch=batch, steps=steps, **MOVING)
@@ -155,7 +158,7 @@ def chains(given: argparse.Namespace) -> list[Case]:
 
 def shown(given: argparse.Namespace) -> list[Case]:
     """What `images` and `rivals` measure."""
-    one = Case("", 4, width=given.width, net=named(given.net))
+    one = Case("", 4, width=given.width, net=named(given.net), mode=given.mode)
     sizes = [(1, batch) for batch in (4, 8, 16, 24)] + [(4, 4)]
     return [
         replace(one, model=name, batch=batch, steps=steps)
@@ -165,7 +168,7 @@ def shown(given: argparse.Namespace) -> list[Case]:
 
 
 def stopped(given: argparse.Namespace) -> list[Case]:
-    one = Case("resnet-10", 4, width=given.width, net=named(given.net))
+    one = Case("resnet-10", 4, width=given.width, net=named(given.net), mode=given.mode)
     more = [replace(one, sends="weights")]
     return [
         case
@@ -176,7 +179,7 @@ def stopped(given: argparse.Namespace) -> list[Case]:
 
 
 def beyond(given: argparse.Namespace) -> list[Case]:
-    one = Case("", 4, width=given.width, net=named(given.net))
+    one = Case("", 4, width=given.width, net=named(given.net), mode=given.mode)
     names = given.model or ("resnet-10", "resnet-18")
     return [replace(one, model=name, batch=batch) for name in names for batch in (32, 64)]
 
@@ -545,11 +548,11 @@ class Table:
 
 
 IMAGES_HEAD = (
-    "train batch norm | runs | PSNR raw | PSNR affine | LPIPS | found in 1,000 | labels right | "
+    "case | runs | PSNR raw | PSNR affine | LPIPS | found in 1,000 | labels right | "
     "fit, CPU-s | attack, CPU-s | peeled to"
 )
 PEEL_HEAD = (
-    "train batch norm | runs | separated | 1 − cos, worst | labels right | error at each node | "
+    "case | runs | separated | 1 − cos, worst | labels right | error at each node | "
     "at the lowest | CPU-s | said"
 )
 TABLES: dict[str, Table] = {
@@ -557,7 +560,7 @@ TABLES: dict[str, Table] = {
     "images": Table(shown, attacked, image_rows, IMAGES_HEAD),
     "stops": Table(stopped, peeled, peel_row, PEEL_HEAD),
     "beyond": Table(
-        beyond, asked, beyond_row, "train batch norm | runs | limit | said | CPU-s"
+        beyond, asked, beyond_row, "case | runs | limit | said | CPU-s"
     ),
 }  # fmt: skip
 
@@ -577,6 +580,8 @@ def written(path: Path) -> list[Outcome]:
 def key_for(what: str, case: Case, given: argparse.Namespace) -> Outcome:
     """What a line is found by, but for its run."""
     key = {"what": what, "case": asdict(case)}
+    if case.mode == "train":
+        del key["case"]["mode"]
     if what == "images":
         fit = {"steps": given.fit_steps, "images": given.fit_images}
         key["options"] = fit | {"evaluations": given.evaluations}
@@ -671,6 +676,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--model", nargs="+", help="resnet-10, resnet-18, vgg (that of exact.py), …")
     add("--width", type=float, default=1.0)
     add("--net", type=Path, help="trained weights of that model, for all runs")
+    add("--mode", choices=["train", "eval"], default="train", help="of batch norm")
     add("--batch", type=int, nargs="+", help="only these")
     add("--steps", type=int, nargs="+", help="only these")
     add("--only", default="*", metavar="GLOB", help="only cases with such a title")
