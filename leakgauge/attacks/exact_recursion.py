@@ -165,7 +165,7 @@ class Read:
         self.trace = traced(seen)
         self.begun = separate(self.trace, self.gradient, records, rng, self.training)
         depth = self.trace.depth(self.begun.source)
-        self.watch = Watch(resources, total=depth + more)
+        self.watch = Watch(resources, total=depth + (more or len(self.begun.steps)))
         self.watch(self.begun.misfit)
         self.done = peel(self.trace, self.gradient, self.begun, self.watch, reach)
         self.weights: tuple[Named, ...] = self.begun.path.weights
@@ -180,27 +180,34 @@ class Read:
         }
 
     def finish(self, begin: Tensor, evaluations: int) -> tuple[Tensor, Tensor]:
-        """Normalised images from `begin`, by the lowest activations known, in the batches and with
-        the weights of their steps; and how far each misses them."""
-        node = self.done.lowest
+        """Normalised images from `begin`, by the lowest activations known, and how far each misses
+        them: step after step, each with as many evaluations. Once the images of a step are found,
+        its training is replayed, which gives the weights of all layers that the next began with."""
+        node, begin = self.done.lowest, begin.float()
         if node is self.trace.input:
             return self.done.known[node], torch.zeros(len(begin))
-        return finish(
-            [self.trace.moved(weights) for weights in self.weights],
-            self.begun.steps,
-            node.name,
-            self.done.known[node],
-            begin,
-            pictures(self.seen.record),
-            free_scale=bool(self.trace.norms),
-            evaluations=evaluations,
-            go_on=lambda misfit: self.watch.open(),
-        )
+        images, misfits = begin.clone(), torch.zeros(len(begin), dtype=torch.float64)
+        for number, step in enumerate(self.begun.steps):
+            images[step], misfits[step] = finish(
+                [self.trace.moved(self.weights[number])],
+                [torch.arange(len(step))],
+                node.name,
+                self.done.known[node][step],
+                begin[step],
+                pictures(self.seen.record),
+                free_scale=bool(self.trace.norms),
+                evaluations=evaluations,
+                go_on=lambda misfit: self.watch.open(),
+            )
+            self.watch(float(misfits[step].mean()))
+            if number + 1 < len(self.begun.steps):
+                self.weights, _ = self.replayed(images)
+        return images, misfits
 
-    def replay(self, images: Tensor) -> Named:
-        """The update that these normalised images, one per appearance, lead to with the labels
-        found; afterwards the weights of the steps are those of this training. Appearances that no
-        batch norm told apart by step are taken in the order in which they were found."""
+    def replayed(self, images: Tensor) -> tuple[tuple[Named, ...], Named]:
+        """The weights that each step begins with, and the update, when the client trains on these
+        normalised images, one per appearance, with the labels found. Appearances that no batch norm
+        told apart by step are taken in the order in which they were found."""
         live = ready(self.seen.model, self.training).double()
         before = parameters(live)
         names, buffers = list(before), {n: b.clone() for n, b in live.named_buffers()}
@@ -220,8 +227,7 @@ class Read:
             slope = torch.autograd.grad(objective, list(leaves.values()), materialize_grads=True)
             with torch.no_grad():
                 state = advance(state, slope, self.training)
-        self.weights = tuple(weights)
-        return dict(zip(names, state.moved, strict=True))
+        return tuple(weights), dict(zip(names, state.moved, strict=True))
 
     def residual(self, inputs: Tensor, labels: Tensor) -> float:
         """‖u' − u‖/‖u‖ for these images, one per record and in the order of `once`."""
@@ -229,9 +235,7 @@ class Read:
         rows = torch.nn.functional.normalize(self.begun.maps.flatten(1))
         nearest = (rows @ rows[chosen].T).argmax(1)
         entering = self.seen.record.entering(inputs.double())[nearest]
-        held = self.weights
-        found = self.replay(entering)
-        self.weights = held
+        _, found = self.replayed(entering)
         return _norm([found[n] - u for n, u in self.seen.update.items()]) / _norm(
             list(self.seen.update.values())
         )

@@ -8,8 +8,8 @@
    images cause.
 3. *Finish*. From the decoder's images the search for the images whose activations, in the batches
    and with the weights of their own steps, are those that were read. Where a client took several
-   steps, its training is replayed with what was found, which gives the weights of the lower layers
-   at each step, and the search goes on with them.
+   steps, they are searched in turn: with the images of one its training is replayed, which gives
+   the weights of all layers that the next began with.
 
 Needs: the local training (SGD), the number of records, and public images of the same kind. No
 labels. Under batch norm in train mode a batch's contrast is open: it is that of the decoder's
@@ -50,8 +50,7 @@ class SeparateAndDecode:
     papers: ClassVar[tuple[Paper, ...]] = ExactRecursion.papers
     steps: int = option(1000, count(10_000_000))  # of the decoder's fit
     images: int = option(9000, count(10_000_000))  # public ones that it uses, at most
-    evaluations: int = option(300, count(10_000_000))  # of the finish, of all images at once
-    replays: int = option(1, count(1000))  # of the training, where it had several steps
+    evaluations: int = option(300, count(10_000_000))  # of the finish, of all images of a step
     needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "public"})
     manipulates: ClassVar[bool] = False
 
@@ -89,15 +88,9 @@ class SeparateAndDecode:
         if seen.kept is None or seen.records is None:
             raise Withheld("separate-and-decode needs 'records' and what its prepare() kept")
         resources, facts = resources or Resources(), seen.kept.facts
-        read = Read(seen, rng, resources, more=1 + self.replays, reach=str(facts["node"]))
+        read = Read(seen, rng, resources, reach=str(facts["node"]))
         begin, notes = self._decoded(read, seen.kept)
         images, misfits = read.finish(begin, self.evaluations)
-        read.watch(float(misfits.mean()))
-        if len(read.begun.steps) > 1 and read.done.lowest is not read.trace.input:
-            for _ in range(self.replays):
-                read.replay(images)
-                images, misfits = read.finish(images.to(begin), self.evaluations)
-                read.watch(float(misfits.mean()))
         chosen = read.begun.once(seen.records)
         inputs = seen.record.leaving(images[chosen]).clamp(0, 1).float()
         labels = read.begun.labels[chosen]
