@@ -14,7 +14,8 @@ Batch norm in train mode leaves the contrast of a batch open: a·x gives the act
 for the norm's ε. Two things tell a:
 
 1. Pictures are stored in 8 bits: with the right a all pixels are whole numbers of 1/255, with any
-   other they are spread evenly between two of them.
+   other they are spread evenly between two of them. Where they clearly are such numbers, the images
+   found are those, without what the search left of rounding.
 2. Where they are not, the start: a decoder's image is about the mean of all images with such
    activations, so that what it lacks is orthogonal to it, and a = ‖d‖²/⟨d, x⟩.
 """
@@ -38,6 +39,7 @@ MEMORY = 30  # pairs of L-BFGS
 LOST = 100.0  # times the median misfit: a record that no image explains
 NEAR = 0.5  # contrasts are tried up to this far from that of the start
 EVEN = 0.25  # pixels with less than this share of an even spread are stored in 8 bits
+SURE = 0.05  # with less than this, each of them is the level next to it
 PROBE, OPEN = 1.1, 1e-4  # contrast is open if this factor changes the misfit by less than that
 
 
@@ -176,18 +178,33 @@ def _searched(
 
 
 def _contrasted(misses: _Misses, found: Tensor, start: Tensor, record: Images) -> Tensor:
-    """The images with the right contrast in every group whose values leave it open."""
+    """The images with the right contrast in every group whose values leave it open; as they were
+    stored, where that shows."""
     found = found.clone()
     for group in misses.groups:
         probe = found.clone()
         probe[group] *= PROBE
-        if abs(misses.total(probe) - misses.total(found)) > OPEN:
-            continue
-        d, x = start[group], found[group]
-        share = float((d * d).sum() / (d * x).sum())
-        if share > 0:
-            found[group] = stored(share * x, record) * share * x
+        if abs(misses.total(probe) - misses.total(found)) <= OPEN:
+            d, x = start[group], found[group]
+            share = float((d * d).sum() / (d * x).sum())
+            if share > 0:
+                found[group] = stored(share * x, record) * share * x
+        found[group] = levelled(found[group], record)
     return found
+
+
+def spread(levels: Tensor) -> float:
+    """How far pixels, in levels of 8 bits, are from whole numbers: 1 if they lie anywhere."""
+    return float((levels - levels.round()).square().mean()) * 12
+
+
+def levelled(images: Tensor, record: Images) -> Tensor:
+    """Images, as they enter the model, with every pixel at the level of 8 bits next to it, if all
+    are near enough to one to leave no doubt."""
+    levels = 255 * record.leaving(images).double()
+    if spread(levels) >= SURE:
+        return images
+    return record.entering(levels.round() / 255).to(images)
 
 
 def stored(images: Tensor, record: Images) -> float:
@@ -196,21 +213,19 @@ def stored(images: Tensor, record: Images) -> float:
     zero = 255 * record.leaving(torch.zeros_like(images)).double().flatten()
     steps = 255 * record.leaving(images).double().flatten() - zero
 
-    def spread(share: float) -> float:
-        """How far pixels are from whole numbers: 1 if they lie anywhere."""
-        levels = zero + share * steps
-        return float((levels - levels.round()).square().mean()) * 12
+    def far(share: float) -> float:
+        return spread(zero + share * steps)
 
     reach = float(steps.square().mean().sqrt().clamp_min(1.0))
     # Pixels are about `reach` levels from where contrast leaves them: shares an eighth of a level
     # apart there miss no minimum.
     count = min(int(8 * NEAR * reach) + 1, 4000)
     shares = [1 + NEAR * (k / count) for k in range(-count, count + 1)]
-    share = min(shares, key=spread)
+    share = min(shares, key=far)
     for _ in range(4):  # least squares to the levels next to them
         levels = (zero + share * steps).round()
         share = float(((levels - zero) * steps).sum() / steps.square().sum().clamp_min(1e-30))
-    return share if spread(share) < EVEN else 1.0
+    return share if far(share) < EVEN else 1.0
 
 
 def _check(groups: Sequence[Tensor], value: Tensor, start: Tensor) -> None:

@@ -206,9 +206,10 @@ class Read:
 
     def replayed(self, images: Tensor) -> tuple[tuple[Named, ...], Named]:
         """The weights that each step begins with, and the update, when the client trains on these
-        normalised images, one per appearance, with the labels found. Appearances that no batch norm
-        told apart by step are taken in the order in which they were found."""
-        live = ready(self.seen.model, self.training).double()
+        normalised images, one per appearance, with the labels found. It trains in the client's own
+        precision: in another, masks and so the weights after a step differ. Appearances that no
+        batch norm told apart by step are taken in the order in which they were found."""
+        live = ready(self.seen.model, self.training)
         before = parameters(live)
         names, buffers = list(before), {n: b.clone() for n, b in live.named_buffers()}
         state = start([before[name].detach() for name in names], self.training)
@@ -222,7 +223,8 @@ class Read:
             weights.append({name: value.detach() for name, value in values.items()})
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
             with torch.enable_grad():
-                out = outputs(live, leaves | buffers, images[step].double(), self.training, number)
+                batch = images[step].to(next(iter(before.values())))
+                out = outputs(live, leaves | buffers, batch, self.training, number)
                 objective = self.seen.task.loss(out, self.begun.labels[step])
             slope = torch.autograd.grad(objective, list(leaves.values()), materialize_grads=True)
             with torch.no_grad():
