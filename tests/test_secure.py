@@ -191,7 +191,7 @@ def test_both_sides_of_a_pair_agree_and_nobody_else():
 
 @pytest.mark.parametrize("public", [bytes(32), b"short"])
 def test_an_unsafe_public_key_is_refused(public):
-    with pytest.raises(ProtocolError, match="public X25519 key"):
+    with pytest.raises(ProtocolError, match="safe public X25519 key"):
         primitives.agreed(drawn(0)(32), public)
 
 

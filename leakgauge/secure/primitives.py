@@ -44,9 +44,7 @@ def agreed(private: bytes, public: bytes) -> bytes:
         other = X25519PublicKey.from_public_bytes(public)
         return X25519PrivateKey.from_private_bytes(private).exchange(other)
     except ValueError as error:  # not 32 bytes, or a point that gives everybody the same secret
-        raise ProtocolError(f"expected a public X25519 key, got one that is unsafe: {error}") from (
-            error
-        )
+        raise ProtocolError(f"expected a safe public X25519 key, got another: {error}") from error
 
 
 def derived(secret: bytes, session: bytes, purpose: str, *clients: int) -> bytes:

@@ -8,7 +8,7 @@ Who sends nothing in a step has dropped out; fewer than the threshold end the se
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -109,9 +109,7 @@ class Server:
             raise
         self.state = then
 
-    def _enough(
-        self, clients: Sequence[int], known: Sequence[int] | set[int] | dict[int, Keys], what: str
-    ) -> None:
+    def _enough(self, clients: Sequence[int], known: Collection[int], what: str) -> None:
         if len({*clients}) < len(clients) or not all(k in known for k in clients):
             raise ProtocolError(f"{what} came twice from one client, or from one not in this step")
         if len(clients) < self.session.threshold:
