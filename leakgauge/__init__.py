@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Reconstruction,
         Resources,
         Round,
+        SecureSum,
         Setting,
         ThreatModel,
     )
@@ -40,6 +41,7 @@ __all__ = [
     "Resources",
     "Round",
     "Scenario",
+    "SecureSum",
     "Setting",
     "ThreatModel",
     "__version__",
@@ -68,6 +70,7 @@ _HOMES = {
         "Reconstruction",
         "Resources",
         "Round",
+        "SecureSum",
         "Setting",
         "ThreatModel",
     ),

@@ -5,6 +5,7 @@ LeakGaugeError
 ├── InputError       a tensor, an update or a batch is not what was expected
 ├── DataError        a data set is missing, corrupt or unsafe to open
 ├── CheckpointError  a file of weights is missing, truncated, unsafe or for another model
+├── ProtocolError    a message of secure aggregation is not what the protocol allows
 ├── MissingExtra     an optional package is not installed
 ├── Withheld         an attack needs knowledge that the threat model does not grant
 └── NotApplicable    a method cannot work on this model or observation, and says why
@@ -32,6 +33,10 @@ class DataError(LeakGaugeError):
 
 class CheckpointError(LeakGaugeError):
     """A file of weights is missing, truncated, unsafe or made for another model."""
+
+
+class ProtocolError(LeakGaugeError):
+    """A message of secure aggregation is not what the protocol allows: who got it stops there."""
 
 
 class MissingExtra(LeakGaugeError):

@@ -46,6 +46,17 @@ class Paper:
         return text.replace("{", "").replace("}", "").replace("--", "–")
 
 
+BONAWITZ2017 = Paper(
+    "bonawitz2017",
+    "Bonawitz, Keith and Ivanov, Vladimir and Kreuter, Ben and Marcedone, Antonio and McMahan, H."
+    " Brendan and Patel, Sarvar and Ramage, Daniel and Segal, Aaron and Seth, Karn",
+    "Practical Secure Aggregation for Privacy-Preserving Machine Learning",
+    2017,
+    "ACM SIGSAC Conference on Computer and Communications Security",
+    "https://doi.org/10.1145/3133956.3133982",
+    fields=(("pages", "1175--1191"),),
+)
+
 FAN2025 = Paper(
     "fan2025",
     "Fan, Mingyuan and Wang, Fuyi and Chen, Cen and Zhou, Jianying",

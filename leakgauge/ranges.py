@@ -81,6 +81,11 @@ OF_PLANS: dict[str, Range] = {
     # [federation.record]
     "mean": FINITE,
     "std": POSITIVE,
+    # [federation.secure]
+    "dropped": count(1_000_000, 0),
+    "threshold": count(1_000_000),
+    "clip": POSITIVE,
+    "bits": count(32, 2),
     # [threat], [audit]
     "client": count(1_000_000, 0),
     "seeds": count(2**62, 0),

@@ -7,7 +7,8 @@ autograd graph, no gradient slot and no shared storage leads back to the truth.
 | actor     | sees                                                     |
 |-----------|----------------------------------------------------------|
 | server    | the global model and one client's own update             |
-| aggregate | the global model and the weighted mean of all updates    |
+| aggregate | the global model and the weighted mean of all updates,   |
+|           | which secure aggregation may have rounded                |
 | client    | two consecutive global models, and its own records       |
 
 A *malicious* server or aggregate may also change the model that it sends.
@@ -30,9 +31,10 @@ from torch import nn
 
 from leakgauge.errors import PlanError, Withheld
 from leakgauge.files import some
+from leakgauge.fl import aggregate
 from leakgauge.fl.local import ready, together
 from leakgauge.fl.statistics import batch_statistics
-from leakgauge.tensors import check_like, subtract, weighted_mean
+from leakgauge.tensors import check_like, subtract
 from leakgauge.types import (
     Actor,
     Attack,
@@ -76,6 +78,11 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
         raise PlanError(
             f"threat.client is {threat.client}, but {len(exchange.updates)} clients took part"
         )
+    if exchange.secure is not None and threat.actor == "server":
+        raise PlanError(
+            'threat.actor is "server", but behind secure aggregation no server sees the update of '
+            'one client: use actor "aggregate", or leave federation.secure out'
+        )
     seen = victims(exchange, threat)
     model = sent_to(exchange, threat)
     before = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
@@ -88,7 +95,9 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
         if threat.actor == "server":
             update = exchange.updates[threat.client]
         else:
-            update = weighted_mean(exchange.updates, exchange.weights)
+            update = aggregate.mean(
+                exchange.updates, exchange.weights, exchange.sizes, exchange.secure
+            )
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
     told = "training" in threat.grants

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from leakgauge.papers import Paper
+from leakgauge.papers import BONAWITZ2017, Paper
 from leakgauge.records import Record, Task
 
 Named: TypeAlias = dict[str, Tensor]
@@ -78,6 +78,24 @@ class LocalTraining:
 
 
 @dataclass(frozen=True)
+class SecureSum:
+    """Secure aggregation as the server meets it: a sum of those that stay, and nothing else.
+
+    `dropped` is the share of a round's clients whose updates do not arrive, drawn again each round,
+    or the list of them; fewer than `threshold` that stay give no sum (default: more than two
+    thirds must). With `clip`, values beyond ±clip are cut and all are rounded to `bits` bits; they
+    are summed mod 2**`ring`. Without it the sum is not rounded.
+    """
+
+    papers: ClassVar[tuple[Paper, ...]] = (BONAWITZ2017,)
+    dropped: float | tuple[int, ...] = 0.0
+    threshold: int | None = None
+    clip: float | None = None
+    bits: int = 16
+    ring: Literal[32, 64] = 32
+
+
+@dataclass(frozen=True)
 class Setting:
     """A model, the records that enter it, and what it learns of them."""
 
@@ -112,7 +130,8 @@ class Exchange(_Set):
     The setting holds the global model before the round, `after` its parameters after it.
     `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the aggregation
     weights (sum 1). `sent` are the models that a malicious server sent instead, one per client.
-    `announced` is what the clients' defence tells of itself.
+    `announced` is what the clients' defence tells of itself. Behind `secure` aggregation no server
+    saw one of the updates: they are those of the clients that did not drop out.
     """
 
     updates: tuple[Named, ...]
@@ -124,6 +143,7 @@ class Exchange(_Set):
     server_lr: float = 1.0
     sent: tuple[nn.Module, ...] = ()
     announced: Mapping[str, object] | None = None
+    secure: SecureSum | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "threat": TOOLS | {"fl"},
     "kept": TOOLS,
     "exchanges": TOOLS | {"fl"},
+    "secure": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
     "audit": FEDERATION | METHODS | {"exchanges", "guard", "kept"},

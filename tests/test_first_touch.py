@@ -94,7 +94,7 @@ def test_the_guard_loads_no_attack():
 BARE = """
 import importlib, pkgutil, sys
 from importlib.machinery import PathFinder
-found, missing = PathFinder.find_spec, ("skimage", "sklearn", "matplotlib", "fpdf")
+found, missing = PathFinder.find_spec, ("skimage", "sklearn", "matplotlib", "fpdf", "cryptography")
 PathFinder.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
 import numpy as np
 import leakgauge
@@ -132,6 +132,11 @@ try:
     data.load("digits")
 except leakgauge.errors.MissingExtra as error:
     print("error:", error, file=sys.stderr)
+from leakgauge import secure
+try:
+    secure.run([np.zeros(1, "<u4")] * 2)
+except leakgauge.errors.MissingExtra as error:
+    print("error:", error, file=sys.stderr)
 """
 
 
@@ -152,6 +157,7 @@ def test_without_the_extras_all_works_or_says_what_to_install(tmp_path):
             ("a PDF", "fpdf", "pdf"),
             ("the data set 'photos'", "skimage", "demo"),
             ("the data set 'digits'", "sklearn", "demo"),
+            ("the protocol of secure aggregation", "cryptography", "secure"),
         ]
     ]
 

@@ -28,7 +28,7 @@ from leakgauge.errors import DataError, LeakGaugeError, PlanError
 from leakgauge.fl import PARTITIONS
 from leakgauge.ranges import FINITE, OF_METHODS, OF_PLANS, Range
 from leakgauge.records import Scale
-from leakgauge.types import LocalTraining, ThreatModel
+from leakgauge.types import LocalTraining, SecureSum, ThreatModel
 
 PLAN: dict[str, Any] = {
     "federation": {"data": "digits", "model": "mlp"},
@@ -39,6 +39,7 @@ TABLES: dict[str, type[Any]] = {
     "federation": Federation,
     "federation.training": LocalTraining,
     "federation.record": Scale,
+    "federation.secure": SecureSum,
     "threat": ThreatModel,
     "audit": Measure,
     "audit.limit": Limit,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from leakgauge.errors import PlanError
 from leakgauge.fl.aggregate import Weighting
 from leakgauge.records import AS_THEY_ARE, Scale
-from leakgauge.types import LocalTraining, ThreatModel
+from leakgauge.types import LocalTraining, SecureSum, ThreatModel
 
 Table = dict[str, Any]
 NO_DEFENCE = "none"
@@ -27,7 +27,7 @@ class Federation:
     record, clients). `record` says how records are normalised before they enter the model. `rounds`
     lists the attack stages: honest rounds played before the one that is attacked. `public` records
     are held by the attacker and by no client: so many of the data, set aside, or a data set, named
-    as in `data` (default: see public.py)."""
+    as in `data` (default: see public.py). `secure` aggregation shows no server a single update."""
 
     data: str | Table
     model: str | Table | None = None
@@ -43,6 +43,7 @@ class Federation:
     partition: str | Table = "iid"
     rounds: tuple[int, ...] = (0,)
     public: int | str | Table | None = None
+    secure: SecureSum | None = None
 
     @property
     def captured(self) -> str | None:

@@ -36,8 +36,7 @@ def exposures(
         model, rng = start or begun(plan)
         setting = scenario.setting(model)
         sizes = sorted(records_of(scenario, len(shard)) for shard in shards_of(scenario, rng))
-        together = federation.participants or federation.clients
-        seen = 1 if who.actor == "server" else together
+        seen = 1 if who.actor == "server" else scenario.present
         counts = {tuple(sizes[:seen]), tuple(sizes[-seen:])}
     ordered = sorted(counts, key=sum)
     return tuple(exposure(setting, federation.training, count) for count in ordered)

@@ -233,7 +233,7 @@ class _Trying:
         trained = (case.honest, repr(scenario.defence), case.seed) if case.honest else ()
         # Where clients train on all they hold, how many records that is follows from the seed.
         records = case.seed if scenario.records == "all" else scenario.records
-        clients = scenario.participants or scenario.clients
+        clients = scenario.present
         asked = scenario.training, records, clients, case.threat(self.plan).actor
         return repr(attack), self._weights[case.seed], trained, asked
 
@@ -287,7 +287,7 @@ def _work(plan: Plan, case: Case) -> int:
         records_of(scenario, len(scenario.data) // scenario.clients), scenario.training
     )
     alone = case.threat(plan).actor == "server"
-    clients = 1 if alone else scenario.participants or scenario.clients
+    clients = 1 if alone else scenario.present
     return steps * scenario.training.batch_size * clients
 
 

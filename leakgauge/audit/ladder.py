@@ -36,6 +36,7 @@ def weakened(scenario: Scenario, kept: Collection[str]) -> Scenario:
         training=training,
         records=records,
         participants=scenario.participants if "aggregation" in kept else 1,
+        secure=scenario.secure if "aggregation" in kept else None,
         rounds=scenario.rounds if "stage" in kept else 0,
         defence=scenario.defence if "defence" in kept else None,
     )
@@ -52,7 +53,7 @@ def factors(scenario: Scenario, actor: Actor) -> list[str]:
         "steps": differs_by("steps"),
         "batch norm": differs_by("batch norm"),
         # A server that sees each update by itself is not hindered by the other clients.
-        "aggregation": actor != "server" and (scenario.participants or scenario.clients) > 1,
+        "aggregation": actor != "server" and scenario.present > 1,
         "stage": scenario.rounds > 0,
         "defence": scenario.defence is not None,
     }
@@ -63,12 +64,14 @@ def describe(scenario: Scenario, factor: str, defence: str) -> str:
     """What putting this factor back means, in words; `defence` is its name in the plan."""
     training = scenario.training
     steps = f"{training.epochs} epochs" if training.epochs else f"{training.steps} local steps"
+    secure = scenario.secure
+    rounded = f", rounded to {secure.bits} bits" if secure and secure.clip is not None else ""
     return {
         "twin": "batch 1, one step, eval batch norm, untrained, no defence",
         "batch": f"batch 1 → {training.batch_size}",
         "steps": f"one plain step → {steps} of {training.optimiser}",
         "batch norm": f"eval → {training.batch_norm} batch norm, dropout {training.dropout}",
-        "aggregation": f"one client → {scenario.participants or scenario.clients} aggregated",
+        "aggregation": f"one client → {scenario.present} aggregated{rounded}",
         "stage": f"untrained → after {scenario.rounds} rounds",
         "defence": f"no defence → {defence}",
     }[factor]

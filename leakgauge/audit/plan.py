@@ -31,10 +31,11 @@ from leakgauge.defences import DEFENCES
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
+from leakgauge.fl.aggregate import dropping
 from leakgauge.fl.local import step_count
 from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
-from leakgauge.fl.simulate import initial_model
+from leakgauge.fl.simulate import check_secure, initial_model
 from leakgauge.metrics import METRICS
 from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
@@ -131,6 +132,7 @@ class Plan:
             partition=self.partition,
             defence=self.defences[defence],
             scale=federation.record,
+            secure=federation.secure,
         )
 
     def _make_model(self) -> nn.Module:
@@ -258,7 +260,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         malicious=document.threat.malicious and not rounds,
         needed=any(threat.PUBLIC in attack.needs for attack in attacks.values()),
     )
-    return replace(plan, public=public, public_source=source, data=private)
+    plan = replace(plan, public=public, public_source=source, data=private)
+    check_secure(plan.scenario(federation.rounds[0], next(iter(defences))))
+    return plan
 
 
 def _path(folder: Path, path: str) -> Path:
@@ -374,7 +378,13 @@ def _check_actor(who: ThreatModel, federation: Federation) -> None:
             'others and so cannot change it; use actor "server" or "aggregate", or leave '
             "malicious out"
         )
-    present = federation.participants or federation.clients
+    if who.actor == "server" and federation.secure is not None:
+        raise PlanError(
+            'threat.actor = "server" with [federation.secure]: behind secure aggregation no server '
+            'sees the update of one client; use actor "aggregate", or leave federation.secure out'
+        )
+    taking = federation.participants or federation.clients
+    present = taking - dropping(taking, federation.secure)
     if who.client >= present:
         raise PlanError(
             f"threat.client is {who.client}, but {present} clients take part in a round and are "

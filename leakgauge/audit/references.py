@@ -34,4 +34,5 @@ def known(document: Document, also: Iterable[str] = ()) -> tuple[Paper, ...]:
         rule = str(table.get("labels", getattr(one, "labels", "")))
         methods.append(SimpleNamespace(papers=getattr(one, "papers", ()), labels=rule))
     methods += [DEFENCES.get(str(table.get("name"))) for table in document.defence]
+    methods.append(document.federation.secure)
     return of([*methods, *(METRICS.get(name) for name in document.audit.metrics)])

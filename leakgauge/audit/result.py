@@ -77,7 +77,7 @@ def assemble(
         sensitivity=sensitivity,
         trials=tuple(trials),
         not_run=tuple(not_run),
-        references=references.of([*attacks, *others]),
+        references=references.of([*attacks, *others, plan.document.federation.secure]),
         times=RunTimes(
             cpu_seconds=cpu,
             wall_seconds=wall,

@@ -16,7 +16,7 @@ from leakgauge.fl.local import attempt, minibatches, ready, together, train
 from leakgauge.fl.model import plain, setting
 from leakgauge.fl.partition import Iid, Partition
 from leakgauge.records import AS_THEY_ARE, Scale
-from leakgauge.tensors import check_like, parameters
+from leakgauge.tensors import check_like, parameters, spawned
 from leakgauge.types import (
     Batch,
     Dataset,
@@ -27,6 +27,7 @@ from leakgauge.types import (
     Named,
     Preparation,
     Round,
+    SecureSum,
     Setting,
     Target,
 )
@@ -40,6 +41,7 @@ class Scenario:
     generator is seeded for it. Each round, `participants` of the `clients` train on `records` of
     their own records (default: one batch; "all": their whole share, whose size then weighs in the
     aggregate). `rounds` honest rounds come before the attacked one. `scale` normalises the records.
+    With `secure` aggregation, clients may drop out of a round and the mean may be rounded.
     """
 
     make_model: Callable[[], nn.Module]
@@ -54,6 +56,13 @@ class Scenario:
     partition: Partition = field(default_factory=Iid)
     defence: Defence | None = None
     scale: Scale = AS_THEY_ARE
+    secure: SecureSum | None = None
+
+    @property
+    def present(self) -> int:
+        """How many clients send an update in a round."""
+        taking = self.participants or self.clients
+        return taking - aggregate.dropping(taking, self.secure)
 
     def setting(self, model: nn.Module) -> Setting:
         """This model, with the records and the task of the federation."""
@@ -122,7 +131,9 @@ def _trained(planned: Round, memory: Sequence[Memory], rng: torch.Generator) -> 
     before = parameters(sent[0])
     for k, one in enumerate(trained):
         check_like(one.update, before.items(), f"round {planned.index}, client {k}: its update")
-    after, buffers = aggregate.merge(before, trained, planned.weights, planned.server_lr)
+    after, buffers = aggregate.merge(
+        before, trained, planned.weights, planned.server_lr, planned.sizes, planned.secure
+    )
     updates = tuple(one.update for one in trained)
     return replace(planned, updates=updates, after=after), buffers
 
@@ -196,6 +207,21 @@ def _check(scenario: Scenario) -> None:
         )
     if scenario.rounds < 0:
         raise InputError(f"rounds is {scenario.rounds}; expected 0 or more honest rounds")
+    check_secure(scenario)
+
+
+def check_secure(scenario: Scenario) -> None:
+    """Refuse secure aggregation that cannot give a sum, or one that could wrap around."""
+    if scenario.secure is None:
+        return
+    aggregate.dropping(taking := scenario.participants or scenario.clients, scenario.secure)
+    if scenario.weighting == "equal":
+        most = taking
+    elif scenario.records == "all":
+        most = len(scenario.data)  # no record goes to two clients
+    else:
+        most = taking * records_of(scenario, len(scenario.data))
+    aggregate.check_room(scenario.secure, most)
 
 
 def _check_reach(records: int, training: LocalTraining) -> None:
@@ -225,6 +251,9 @@ def _play(
         records = records_of(scenario, len(shard))
         picked = shard[torch.randperm(len(shard), generator=rng)[:records]]
         truths.append(Batch(data.inputs[picked], data.labels[picked]))
+    # Who drops out is not in the round; those who stay have the records that they had without it.
+    stay = aggregate.staying(len(clients), scenario.secure, spawned(rng, f"dropped/{index}"))
+    clients, truths = [clients[k] for k in stay], [truths[k] for k in stay]
     sizes = tuple(len(truth) for truth in truths)
     own = [memory[k] for k in clients]
     planned = Round(
@@ -237,6 +266,7 @@ def _play(
         index=index,
         server_lr=scenario.server_lr,
         announced=scenario.defence.announced() if scenario.defence else None,
+        secure=scenario.secure,
         truths=tuple(truths),
         defence=scenario.defence,
         memory=copy.deepcopy(tuple(own)),

@@ -41,7 +41,7 @@ from leakgauge.report.wording import (
     shortened,
     span,
 )
-from leakgauge.types import LocalTraining
+from leakgauge.types import LocalTraining, SecureSum
 
 Images: TypeAlias = Literal["show", "blur", "hide"]
 Place: TypeAlias = tuple[int, str, str]
@@ -158,6 +158,8 @@ def scope(result: Result) -> list[tuple[str, str]]:
     axes = " (channels × height × width)" if len(audited.shape) == 3 else ""
     taking = plan.participants
     part = f"of which {taking} take part in a round" if taking else "all in every round"
+    if plan.secure is not None:
+        part += f"; {_secure(plan.secure)}"
     done = [trial for trial in result.trials if trial.kind == "trial"]
     rounds = sorted({trial.round for trial in done})
     seeds = sorted({trial.seed for trial in done})
@@ -172,6 +174,15 @@ def scope(result: Result) -> list[tuple[str, str]]:
         ("Seeds", f"{len(seeds)}: {listed(seeds)}" if seeds else NOTHING),
         ("Trials", _trial_counts(result)),
     ]
+
+
+def _secure(secure: SecureSum) -> str:
+    gone = secure.dropped
+    few = f"clients {listed(gone)} drop" if isinstance(gone, tuple) else f"{gone:.0%} drop"
+    words = "secure aggregation" + (f", {few} out" if gone else "")
+    if secure.clip is None:
+        return words
+    return f"{words}, values cut at ±{secure.clip:g} and rounded to {secure.bits} bits"
 
 
 def _training(training: LocalTraining) -> str:
