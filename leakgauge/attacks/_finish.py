@@ -8,7 +8,9 @@ decoder's), the images are searched whose pre-activations p explain t in the mod
 Active are the entries with t > 0. The sum runs over all steps of the round, each with its own
 weights and, where batch norm is in train mode, its own batch. L-BFGS in single precision does it;
 it is the start that decides: from a decoder's images the misfit falls to rounding, from noise the
-search sticks.
+search sticks. Where it does not fall that far, as in trained networks, many images explain t about
+as well: then the search is made again with a total variation that is lowered in stages, and its
+images are taken, which are the smoother ones.
 
 Batch norm in train mode leaves the contrast of a batch open: a·x gives the activations of x, but
 for the norm's ε. Two things tell a:
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._matching import lbfgs
+from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.records import Images
@@ -36,6 +39,8 @@ from leakgauge.records import Images
 ROUNDING = 1e-9  # misfit at which single precision has nothing left to give
 PATIENCE = 40  # evaluations without a tenth of progress after which the search ends
 MEMORY = 30  # pairs of L-BFGS
+EXACT = 1e-5  # misfit above which t does not single out the images
+SMOOTH = (3e-2, 1e-2, 3e-3)  # weights of the total variation then, each for a third of the search
 LOST = 100.0  # times the median misfit: a record that no image explains
 NEAR = 0.5  # contrasts are tried up to this far from that of the start
 EVEN = 0.25  # pixels with less than this share of an even spread are stored in 8 bits
@@ -69,7 +74,15 @@ def finish(
     """
     misses = _Misses(traces, groups, node, value, free_scale)
     _check(groups, value, start)
-    found, used = _searched(misses, start.detach().float(), evaluations, go_on)
+    begin = start.detach().float()
+    found, used = _searched(misses, begin, evaluations, go_on)
+    with torch.no_grad():
+        inexact = float(misses.by_record(found).median()) > EXACT
+    if inexact and go_on(math.inf):
+        found = begin
+        for weight in SMOOTH:
+            found, _ = _searched(misses, found, -(-evaluations // len(SMOOTH)), go_on, weight)
+        used = evaluations
     with torch.no_grad():
         each = misses.by_record(found)
     lost = each > max(LOST * float(each.median()), LOST * ROUNDING)
@@ -136,10 +149,15 @@ class _Misses:
 
 
 def _searched(
-    misses: _Misses, start: Tensor, evaluations: int, go_on: Callable[[float], bool]
+    misses: _Misses,
+    start: Tensor,
+    evaluations: int,
+    go_on: Callable[[float], bool],
+    smooth: float = 0.0,
 ) -> tuple[Tensor, int]:
     """The best images, and how many evaluations it took: L-BFGS from the start, and again
-    from the best point when its line search gives up."""
+    from the best point when its line search gives up. `smooth` is the weight of the total variation
+    beside the misfit."""
     best, found = math.inf, start.clone()
     history: list[Tensor] = []  # the least misfit of every record so far
     ended = False
@@ -154,6 +172,8 @@ def _searched(
             with torch.enable_grad():
                 each = misses.by_record(image)
                 loss = each @ misses.shares
+                if smooth:
+                    loss = loss + smooth * total_variation(image)
             if not loss.requires_grad:
                 raise NotApplicable(f"no derivative leads from {misses.node!r} back to the image")
             loss.backward()  # type: ignore[no-untyped-call]
