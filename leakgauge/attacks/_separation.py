@@ -803,20 +803,17 @@ def sparse_rays(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
     if records == 1:
         return (span * span.sum().sign()).T
     found: list[Tensor] = []
-    # Where every record is zero only rounding is left: it tells nothing, and its sign would
-    # contradict the rest.
-    size = span.norm(dim=1)
-    telling = span[size > 1e-3 * size.max()]
+    telling = _telling(span)
     for _ in range(PROGRAMS * records):
-        left = telling
+        left = span
         if found:  # look where what was found does not explain the space
             taken = torch.linalg.qr(torch.stack(found).T).Q
-            left = telling - telling @ taken @ taken.T
+            left = span - span @ taken @ taken.T
         pick = int(torch.multinomial(left.square().sum(1), 1, generator=rng))
-        start = _program(telling, pick, rng)
+        start = _program(span, telling, pick, rng)
         if start is None:
             continue
-        ray, error = _polished(telling, start)
+        ray, error = _polished(span, telling, start)
         known = any(float(torch.dot(ray, other)) > 1 - 1e-4 for other in found)
         if error < 1e-2 and not known:
             found.append(ray)
@@ -827,10 +824,19 @@ def sparse_rays(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
     return torch.stack([span @ ray for ray in found])
 
 
-def _program(span: Tensor, pick: int, rng: torch.Generator) -> Tensor | None:
+def _telling(span: Tensor) -> Tensor:
+    """The entries (a mask) that are not zero in every record: at the others only rounding is left,
+    whose size and sign tell nothing."""
+    size = span.norm(dim=1)
+    here: Tensor = size > 1e-3 * size.max()
+    return here
+
+
+def _program(span: Tensor, telling: Tensor, pick: int, rng: torch.Generator) -> Tensor | None:
     """min 1ᵀSq, Sq ≥ 0, (Sq)_pick = 1, by adding the constraints that are violated."""
     matrix = span.numpy()
-    chosen = torch.randperm(len(matrix), generator=rng)[:ROWS].numpy()
+    rows = telling.nonzero()[:, 0].numpy()
+    chosen = rows[torch.randperm(len(rows), generator=rng)[:ROWS].numpy()]
     for _ in range(6):
         solved = linprog(
             matrix.sum(0),
@@ -844,7 +850,7 @@ def _program(span: Tensor, pick: int, rng: torch.Generator) -> Tensor | None:
         if solved.status != 0:
             return None
         values = matrix @ solved.x
-        violated = np.flatnonzero(values < -10 * SLACK * max(1.0, values.max()))
+        violated = rows[values[rows] < -10 * SLACK * max(1.0, values.max())]
         if not len(violated):
             break
         worst = violated[np.argsort(values[violated])[:ROWS]]
@@ -852,7 +858,7 @@ def _program(span: Tensor, pick: int, rng: torch.Generator) -> Tensor | None:
     return torch.from_numpy(solved.x)
 
 
-def _polished(span: Tensor, start: Tensor) -> tuple[Tensor, float]:
+def _polished(span: Tensor, telling: Tensor, start: Tensor) -> tuple[Tensor, float]:
     """The vector of the space that is smallest on the zeros of a rough one; unit length. What is
     left at a true zero is rounding: an entry that stands out from the others was a small activation
     and is no longer taken for a zero."""
@@ -868,7 +874,7 @@ def _polished(span: Tensor, start: Tensor) -> tuple[Tensor, float]:
         error = float(singular[-1] / singular[-2])
         ray = right[-1] * (span @ right[-1]).sum().sign()
         values = span @ ray
-        rounding = float(values[zeros].abs().median())
+        rounding = float(values[zeros & telling].abs().median()) if (zeros & telling).any() else 0.0
         limit = min(ZERO * float(values.max()), max(20 * rounding, 1e-12 * float(values.max())))
     values = span @ ray
     return ray, max(error, float(-values.min() / values.max()))
