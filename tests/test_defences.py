@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from leakgauge.config import build
 from leakgauge.defences import (
     DEFENCES,
+    Chain,
     Clip,
     ClipAndNoise,
     Prune,
@@ -54,6 +55,7 @@ SAMPLES: list[Defence] = [
     ClipAndNoise(epsilon=10.0, calibration="papers"),
     Prune(share=0.5),
     Prune(share=0.5, scope="whole"),
+    Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
 
@@ -596,6 +598,21 @@ class Watching(Silent):
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_every_defence_sees_the_same_records_in_the_same_order(defence, model, easy):
+    plain, watched = Watching(), Watching()
+    rounds = [
+        simulate(federation(model, easy, one, rounds=1), seeded())
+        for one in (plain, Chain((watched, defence)))
+    ]
+    assert len(plain.steps) == len(watched.steps) == 12  # 2 rounds × 3 clients × 2 steps
+    for one, other in zip(plain.steps, watched.steps, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.labels, other.labels)
+    for one, other in zip(*(round_.truths for round_ in rounds), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_a_federation_under_a_defence_is_the_same_for_one_seed(defence, model, easy):
     one, other = (simulate(federation(model, easy, defence, rounds=1), seeded()) for _ in "ab")
     assert all(same(a, b) for a, b in zip(one.updates, other.updates, strict=True))
@@ -725,3 +742,8 @@ def test_what_is_announced_is_what_the_attacker_would_need() -> None:
     assert Prune(0.7).announced() == {"share": 0.7, "scope": "layer"}
     noisy = ClipAndNoise(epsilon=10.0, norm=2.0)
     assert noisy.announced() == {"norm": 2.0, "sigma": noisy.sigma()}
+
+
+def test_a_chain_announces_what_its_parts_do() -> None:
+    told = {"defences": ({"norm": 1.0, "scope": "whole"}, {"share": 0.7, "scope": "layer"})}
+    assert Chain((Clip(), Prune(0.7))).announced() == told

@@ -1,5 +1,6 @@
 """What a client does to the update before it leaves: one file per method."""
 
+from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
 from leakgauge.defences.prune import Prune
@@ -11,4 +12,10 @@ DEFENCES: dict[str, type[Defence]] = {
     "prune": Prune,
 }
 
-__all__ = ["DEFENCES", "Clip", "ClipAndNoise", "Prune"]
+__all__ = [
+    "DEFENCES",
+    "Chain",
+    "Clip",
+    "ClipAndNoise",
+    "Prune",
+]

@@ -1,0 +1,253 @@
+"""Each defence does to a gradient or an update what its page says, and leaks less the stronger it
+is set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_defences import HERE, applied, placed, same, seeded
+from torch import Tensor, nn
+
+from leakgauge.attacks import Analytic
+from leakgauge.audit import parse
+from leakgauge.config import build
+from leakgauge.defences import (
+    DEFENCES,
+    Chain,
+    Clip,
+    ClipAndNoise,
+    Prune,
+)
+from leakgauge.errors import PlanError
+from leakgauge.fl import Scenario, simulate
+from leakgauge.tensors import norm
+from leakgauge.threat import observe
+from leakgauge.types import (
+    Among,
+    Batch,
+    Dataset,
+    Defence,
+    Here,
+    LocalTraining,
+    Memory,
+    Named,
+    ThreatModel,
+)
+
+
+@pytest.fixture
+def update() -> Named:
+    """A matrix, a vector and a stack of filters, of different scale."""
+    return {
+        "a": 3 * torch.randn(40, 25, generator=seeded(1)),
+        "b": torch.randn(2000, generator=seeded(2)),
+        "c": 0.1 * torch.randn(8, 3, 5, 5, generator=seeded(3)),
+    }
+
+
+def perceptron(inputs: int = 12, hidden: int = 10, classes: int = 4) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, classes)
+        )
+
+
+def records(count: int = 6, inputs: int = 12, classes: int = 4) -> Batch:
+    return Batch(
+        torch.rand(count, 1, 1, inputs, generator=seeded(5)), torch.arange(count) % classes
+    )
+
+
+# --- a stronger setting never leaks more -------------------------------------------------------
+
+LADDERS: dict[str, list[Defence]] = {
+    "prune": [Prune(s) for s in (0.1, 0.5, 0.9)],
+    "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
+}
+FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
+
+
+def regression() -> tuple[nn.Sequential, Batch, Tensor]:
+    """Softmax regression, three records, and the errors (softmax − label) / 3 of each, (3, 5)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    batch = records(3, classes=5)
+    errors = (model(batch.inputs).softmax(1) - F.one_hot(batch.labels, 5)).detach() / 3
+    return model, batch, errors
+
+
+def leaked(defence: Defence, seed: int) -> float:
+    """How far an attacker who knows every error ends from the records: ∂L/∂W = errorsᵀ·X."""
+    model, batch, errors = regression()
+    values, here = placed(model, batch, LocalTraining(batch_size=3))
+    sent = applied(defence, values, here, seeded(seed))
+    found = torch.linalg.lstsq(errors.T, sent["1.weight"]).solution
+    return float((found - batch.inputs.flatten(1)).norm())
+
+
+def test_without_a_defence_the_attacker_who_knows_the_errors_has_the_records():
+    assert leaked(Clip(1e9), 0) < 1e-4
+
+
+def test_every_defence_climbs_its_ladder():
+    named = {name.partition(",")[0] for name in LADDERS} - {"chain"}
+    assert named | FIXED == set(DEFENCES)
+
+
+@pytest.mark.parametrize("ladder", LADDERS.values(), ids=LADDERS)
+def test_a_stronger_setting_never_leaks_more(ladder):
+    errors = [sum(leaked(one, seed) for seed in range(8)) / 8 for one in ladder]
+    assert all(weak <= strong + 1e-4 for weak, strong in pairwise(errors))
+    assert errors[0] < errors[-1]
+    assert errors[-1] > 0.1
+
+
+def read(defence: Defence | None) -> float:
+    """How far the analytic attack ends from a single record."""
+    data = Dataset("one", *(records(8).inputs, records(8).labels), tuple("abcd"))
+    scenario = Scenario(perceptron, data, LocalTraining(lr=1.0), defence=defence)
+    round_ = simulate(scenario, seeded())
+    guess = Analytic().reconstruct(observe(round_, ThreatModel()), seeded())
+    return float((guess.inputs[0] - round_.truths[0].inputs[0]).norm())
+
+
+# --- a federation still learns -----------------------------------------------------------------
+
+LEARNS: dict[str, tuple[Defence, float]] = {
+    "clip": (Clip(), 0.5),
+    "clip-and-noise": (ClipAndNoise(), 0.5),
+    "prune": (Prune(), 0.5),
+}
+
+
+def test_every_defence_is_asked_to_learn():
+    assert LEARNS.keys() >= DEFENCES.keys()
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_the_loss_falls_over_the_rounds(name):
+    defence, lr = LEARNS[name]
+    templates = torch.rand(4, 1, 6, 8, generator=seeded(1))
+    labels = torch.arange(64) % 4
+    noise = 0.1 * torch.randn(64, 1, 6, 8, generator=seeded(2))
+    data = Dataset("easy", (templates[labels] + noise).clamp(0, 1), labels, tuple("abcd"))
+    training = LocalTraining(lr=lr, batch_size=16)
+
+    def after(rounds: int) -> float:
+        scenario = Scenario(lambda: perceptron(48), data, training, clients=3, records=16,
+                            rounds=rounds, defence=defence)  # fmt: skip
+        model = simulate(scenario, seeded()).model
+        return float(F.cross_entropy(model(data.inputs), labels).detach())
+
+    assert after(20) < after(0) - 0.003
+    if name not in {"censor", "hide-top"}:  # they cost most of the way
+        assert after(20) < 0.6 * after(0)
+
+
+# --- soteria -----------------------------------------------------------------------------------
+
+
+def scored(model: nn.Sequential, batch: Batch) -> Tensor:
+    """The scores of what enters the last layer, slow and obvious: a Jacobian for each record."""
+    scores = torch.zeros(model[-1].in_features)
+    body = model[:-1]
+    for x in batch.inputs:
+        jacobian = torch.autograd.functional.jacobian(lambda v: body(v[None])[0], x)
+        slopes = jacobian.flatten(1).norm(dim=1)
+        scores += slopes / (body(x[None])[0].detach().abs() + 0.1)
+    return scores
+
+
+# --- chain -------------------------------------------------------------------------------------
+
+
+class Adding:
+    """Adds a random number, which it remembers, and tells the next client of it."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def announced(self) -> dict[str, object]:
+        return {}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        self.drawn.append(float(torch.rand((), generator=rng)))
+        here.memory["count"] = here.memory.get("count", torch.tensor(0)) + 1
+        here.memory.pop("gone", None)
+        here.among.letters["last"] = here.memory["count"]
+        return {name: value + self.drawn[-1] for name, value in update.items()}
+
+
+def test_a_chain_applies_its_defences_in_order(update):
+    one = Chain((Clip(0.5), Prune(0.9))).on_update(update, HERE, seeded())
+    assert same(one, Prune(0.9).on_update(Clip(0.5).on_update(update, HERE, seeded()), HERE,
+                                          seeded()))  # fmt: skip
+    other = Chain((Prune(0.9), Clip(0.5))).on_update(update, HERE, seeded())
+    assert norm(other) == pytest.approx(0.5, rel=1e-5)
+    assert norm(one) < 0.45
+
+
+def test_each_part_of_a_chain_has_its_own_state_and_randomness(update):
+    memory: Memory = {"0/gone": torch.tensor(1), "1/count": torch.tensor(10)}
+    letters: Memory = {}
+    here = replace(HERE, memory=memory, among=Among(letters=letters))
+    parts = (Adding(), Adding())
+    rng = seeded()
+    for _ in range(3):
+        Chain(parts).on_update(update, here, rng)
+    assert {key: int(value) for key, value in memory.items()} == {"0/count": 3, "1/count": 13}
+    assert {key: int(value) for key, value in letters.items()} == {"0/last": 3, "1/last": 13}
+    drawn = parts[0].drawn + parts[1].drawn
+    assert len(set(drawn)) == 6
+    # What the second draws does not depend on how much the first one does.
+    again, rng = Adding(), seeded()
+    for _ in range(3):
+        Chain((ClipAndNoise(), again)).on_update(update, replace(HERE, memory={}), rng)
+    assert again.drawn == parts[1].drawn
+
+
+def test_a_chain_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="defences must name at least one defence"):
+        Chain(())
+
+
+def planned(*defences: dict[str, Any]) -> Any:
+    table = {
+        "federation": {"data": "digits", "model": "mlp"},
+        "attack": [{"name": "analytic"}],
+        "defence": list(defences),
+    }
+    return parse(table, "plan", Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "defence 'chain': defences must name at least one defence"),
+        ({"defences": []}, "defences must name at least one defence"),
+        ({"defences": "clip"}, r"defence 'chain'\.defences: expected a list, got 'clip'"),
+        ({"defences": ["clop"]}, "unknown defence 'clop'; did you mean 'clip'"),
+        ({"defences": ["none"]}, "unknown defence 'none'"),
+        (
+            {"defences": [{"name": "clip", "norm": -1.0}]},
+            "norm must be positive and finite, got -1",
+        ),
+        ({"defences": [{"nam": "clip"}]}, "key 'name' is missing"),
+        ({"defence": ["clip"]}, "unknown key 'defence'; did you mean 'defences'"),
+    ],
+)
+def test_what_is_no_chain_is_refused(options, words):
+    with pytest.raises(PlanError, match=words):
+        planned({"name": "chain"} | options)
+
+
+def test_every_defence_can_be_built_with_its_name_alone():
+    assert all(build(kind, {}, name) == kind() for name, kind in DEFENCES.items())
