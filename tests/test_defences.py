@@ -23,6 +23,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Prune,
+    TopK,
 )
 from leakgauge.defences.clip_and_noise import gaussian_sigma
 from leakgauge.errors import PlanError
@@ -55,6 +56,7 @@ SAMPLES: list[Defence] = [
     ClipAndNoise(epsilon=10.0, calibration="papers"),
     Prune(share=0.5),
     Prune(share=0.5, scope="whole"),
+    TopK(keep=0.1),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -201,6 +203,9 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("prune", {"share": 1}, r"share must lie in \[0, 1\), got 1"),
         ("prune", {"share": -0.1}, "share must lie in"),
         ("prune", {"share": math.nan}, "share: expected a finite number, got nan"),
+        ("top-k", {"keep": 0}, r"keep must lie in \(0, 1\], got 0"),
+        ("top-k", {"keep": 1.5}, "keep must lie in"),
+        ("top-k", {"share": 0.5}, "unknown key 'share'"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

@@ -23,10 +23,11 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Prune,
+    TopK,
 )
 from leakgauge.errors import PlanError
 from leakgauge.fl import Scenario, simulate
-from leakgauge.tensors import norm
+from leakgauge.tensors import norm, scale
 from leakgauge.threat import observe
 from leakgauge.types import (
     Among,
@@ -69,6 +70,7 @@ def records(count: int = 6, inputs: int = 12, classes: int = 4) -> Batch:
 
 LADDERS: dict[str, list[Defence]] = {
     "prune": [Prune(s) for s in (0.1, 0.5, 0.9)],
+    "top-k": [TopK(k) for k in (0.9, 0.5, 0.1)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -125,6 +127,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "clip": (Clip(), 0.5),
     "clip-and-noise": (ClipAndNoise(), 0.5),
     "prune": (Prune(), 0.5),
+    "top-k": (TopK(), 0.5),
 }
 
 
@@ -150,6 +153,33 @@ def test_the_loss_falls_over_the_rounds(name):
     assert after(20) < after(0) - 0.003
     if name not in {"censor", "hide-top"}:  # they cost most of the way
         assert after(20) < 0.6 * after(0)
+
+
+# --- top-k -------------------------------------------------------------------------------------
+
+
+def test_top_k_sends_the_largest_and_remembers_the_rest(update):
+    memory: Memory = {}
+    sent = TopK(0.1).on_update(update, replace(HERE, memory=memory), seeded())
+    for name, value in sent.items():
+        gone = value == 0
+        assert int((~gone).sum()) == round(0.1 * value.numel())
+        assert torch.equal(value[~gone], update[name][~gone])
+        assert update[name][gone].abs().max() <= value[~gone].abs().min()
+        torch.testing.assert_close(value + memory[f"owed/{name}"], update[name])
+
+
+def test_top_k_sends_what_it_held_back(update):
+    """Zeros are trained after the first round: what was owed goes out, and then nothing is left."""
+    here, zeros = replace(HERE, memory={}), scale(update, 0.0)
+    total = TopK(0.25).on_update(update, here, seeded())
+    for _ in range(3):
+        more = TopK(0.25).on_update(zeros, here, seeded())
+        assert norm(more) > 0
+        total = {name: total[name] + more[name] for name in total}
+    for name, value in total.items():
+        torch.testing.assert_close(value, update[name])
+        assert not here.memory[f"owed/{name}"].any()
 
 
 # --- soteria -----------------------------------------------------------------------------------
@@ -212,6 +242,15 @@ def test_each_part_of_a_chain_has_its_own_state_and_randomness(update):
     for _ in range(3):
         Chain((ClipAndNoise(), again)).on_update(update, replace(HERE, memory={}), rng)
     assert again.drawn == parts[1].drawn
+
+
+def test_two_of_a_kind_in_a_chain_remember_apart(update):
+    here = replace(HERE, memory={})
+    Chain((TopK(0.5), TopK(0.1))).on_update(update, here, seeded())
+    assert {key.partition("/")[0] for key in here.memory} == {"0", "1"}
+    whole = {n: u - here.memory[f"0/owed/{n}"] for n, u in update.items()}
+    for value in whole.values():
+        assert int((value != 0).sum()) == round(0.5 * value.numel())
 
 
 def test_a_chain_of_nothing_is_refused():

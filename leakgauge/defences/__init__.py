@@ -4,12 +4,14 @@ from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
 from leakgauge.defences.prune import Prune
+from leakgauge.defences.top_k import TopK
 from leakgauge.types import Defence
 
 DEFENCES: dict[str, type[Defence]] = {
     "clip": Clip,
     "clip-and-noise": ClipAndNoise,
     "prune": Prune,
+    "top-k": TopK,
 }
 
 __all__ = [
@@ -18,4 +20,5 @@ __all__ = [
     "Clip",
     "ClipAndNoise",
     "Prune",
+    "TopK",
 ]
