@@ -23,6 +23,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Prune,
+    Sign,
     TopK,
 )
 from leakgauge.defences.clip_and_noise import gaussian_sigma
@@ -57,6 +58,7 @@ SAMPLES: list[Defence] = [
     Prune(share=0.5),
     Prune(share=0.5, scope="whole"),
     TopK(keep=0.1),
+    Sign(),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -206,6 +208,7 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("top-k", {"keep": 0}, r"keep must lie in \(0, 1\], got 0"),
         ("top-k", {"keep": 1.5}, "keep must lie in"),
         ("top-k", {"share": 0.5}, "unknown key 'share'"),
+        ("sign", {"bits": 1}, "unknown key 'bits'; it takes none"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

@@ -23,6 +23,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Prune,
+    Sign,
     TopK,
 )
 from leakgauge.errors import PlanError
@@ -128,6 +129,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "clip-and-noise": (ClipAndNoise(), 0.5),
     "prune": (Prune(), 0.5),
     "top-k": (TopK(), 0.5),
+    "sign": (Sign(), 0.5),
 }
 
 
@@ -180,6 +182,19 @@ def test_top_k_sends_what_it_held_back(update):
     for name, value in total.items():
         torch.testing.assert_close(value, update[name])
         assert not here.memory[f"owed/{name}"].any()
+
+
+# --- sign --------------------------------------------------------------------------------------
+
+
+def test_sign_has_one_magnitude_for_each_tensor(update):
+    update["b"][:3] = 0.0
+    sent = Sign().on_update(update, HERE, seeded())
+    for name, value in sent.items():
+        assert torch.equal(value.sign(), update[name].sign())
+        [magnitude] = value[value != 0].abs().unique().tolist()
+        assert magnitude == pytest.approx(float(update[name].abs().mean()), rel=1e-6)
+    assert not sent["b"][:3].any()
 
 
 # --- soteria -----------------------------------------------------------------------------------

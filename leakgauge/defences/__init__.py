@@ -4,6 +4,7 @@ from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
 from leakgauge.defences.prune import Prune
+from leakgauge.defences.sign import Sign
 from leakgauge.defences.top_k import TopK
 from leakgauge.types import Defence
 
@@ -12,6 +13,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "clip-and-noise": ClipAndNoise,
     "prune": Prune,
     "top-k": TopK,
+    "sign": Sign,
 }
 
 __all__ = [
@@ -20,5 +22,6 @@ __all__ = [
     "Clip",
     "ClipAndNoise",
     "Prune",
+    "Sign",
     "TopK",
 ]
