@@ -23,6 +23,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Prune,
+    Quantise,
     Sign,
     TopK,
 )
@@ -59,6 +60,8 @@ SAMPLES: list[Defence] = [
     Prune(share=0.5, scope="whole"),
     TopK(keep=0.1),
     Sign(),
+    Quantise(bits=4),
+    Quantise(bits=4, rounding="nearest"),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -209,6 +212,10 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("top-k", {"keep": 1.5}, "keep must lie in"),
         ("top-k", {"share": 0.5}, "unknown key 'share'"),
         ("sign", {"bits": 1}, "unknown key 'bits'; it takes none"),
+        ("quantise", {"bits": 0}, "bits must lie between 1 and 32, got 0"),
+        ("quantise", {"bits": 33}, "bits must lie between 1 and 32, got 33"),
+        ("quantise", {"bits": 1.5}, "bits: expected a whole number, got 1.5"),
+        ("quantise", {"rounding": "random"}, "rounding: 'random' is not a choice"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

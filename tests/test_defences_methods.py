@@ -23,6 +23,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Prune,
+    Quantise,
     Sign,
     TopK,
 )
@@ -72,6 +73,8 @@ def records(count: int = 6, inputs: int = 12, classes: int = 4) -> Batch:
 LADDERS: dict[str, list[Defence]] = {
     "prune": [Prune(s) for s in (0.1, 0.5, 0.9)],
     "top-k": [TopK(k) for k in (0.9, 0.5, 0.1)],
+    "quantise": [Quantise(b, "nearest") for b in (8, 4, 2)],
+    "quantise, stochastic": [Quantise(b) for b in (8, 4, 1)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -130,6 +133,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "prune": (Prune(), 0.5),
     "top-k": (TopK(), 0.5),
     "sign": (Sign(), 0.5),
+    "quantise": (Quantise(), 0.5),
 }
 
 
@@ -195,6 +199,41 @@ def test_sign_has_one_magnitude_for_each_tensor(update):
         [magnitude] = value[value != 0].abs().unique().tolist()
         assert magnitude == pytest.approx(float(update[name].abs().mean()), rel=1e-6)
     assert not sent["b"][:3].any()
+
+
+# --- quantise ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_quantise_has_so_many_levels_over_the_range(bits, rounding, update):
+    sent = Quantise(bits, rounding).on_update(update, HERE, seeded())
+    for name, value in sent.items():
+        low, high = float(update[name].min()), float(update[name].max())
+        size = (high - low) / (2**bits - 1)
+        assert len(value.unique()) <= 2**bits
+        assert (float(value.min()), float(value.max())) == (low, high)
+        place = (value.double() - low) / size
+        assert float((place - place.round()).abs().max()) < 1e-4
+        most = size / 2 if rounding == "nearest" else size
+        assert float((value - update[name]).abs().max()) <= most * (1 + 1e-5)
+    if bits < 8:
+        assert len(sent["b"].unique()) == 2**bits
+
+
+def test_stochastic_rounding_is_right_on_average_and_the_nearest_is_not():
+    update = {"a": torch.cat([torch.tensor([0.0, 1.0]), torch.full((100_000,), 0.3)])}
+    sent = Quantise(1).on_update(update, HERE, seeded())["a"][2:]
+    assert sorted(sent.unique().tolist()) == [0.0, 1.0]
+    assert float(sent.mean()) == pytest.approx(0.3, abs=0.01)
+    assert not Quantise(1, "nearest").on_update(update, HERE, seeded())["a"][2:].any()
+
+
+def test_with_all_bits_hardly_anything_changes_and_constants_stay(update):
+    sent = Quantise(32).on_update(update | {"d": torch.full((5,), 0.7)}, HERE, seeded())
+    for name, value in update.items():
+        torch.testing.assert_close(sent[name], value)
+    assert torch.equal(sent["d"], torch.full((5,), 0.7))
 
 
 # --- soteria -----------------------------------------------------------------------------------

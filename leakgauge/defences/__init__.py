@@ -4,6 +4,7 @@ from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
 from leakgauge.defences.prune import Prune
+from leakgauge.defences.quantise import Quantise
 from leakgauge.defences.sign import Sign
 from leakgauge.defences.top_k import TopK
 from leakgauge.types import Defence
@@ -14,6 +15,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "prune": Prune,
     "top-k": TopK,
     "sign": Sign,
+    "quantise": Quantise,
 }
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Clip",
     "ClipAndNoise",
     "Prune",
+    "Quantise",
     "Sign",
     "TopK",
 ]
