@@ -22,6 +22,7 @@ from leakgauge.defences import (
     Chain,
     Clip,
     ClipAndNoise,
+    LowRank,
     Prune,
     Quantise,
     Sign,
@@ -62,6 +63,7 @@ SAMPLES: list[Defence] = [
     Sign(),
     Quantise(bits=4),
     Quantise(bits=4, rounding="nearest"),
+    LowRank(rank=1),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -99,7 +101,9 @@ def applied(defence: Any, values: Named, here: Here, rng: torch.Generator) -> Na
     return values
 
 
-TOUCHES: dict[type[Any], Callable[[Named], set[str]]] = {}
+TOUCHES: dict[type[Any], Callable[[Named], set[str]]] = {
+    LowRank: lambda values: {name for name, value in values.items() if value.dim() > 1},
+}
 """Those that leave some tensors as they are."""
 
 
@@ -216,6 +220,7 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("quantise", {"bits": 33}, "bits must lie between 1 and 32, got 33"),
         ("quantise", {"bits": 1.5}, "bits: expected a whole number, got 1.5"),
         ("quantise", {"rounding": "random"}, "rounding: 'random' is not a choice"),
+        ("low-rank", {"rank": 0}, "rank must be at least 1, got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

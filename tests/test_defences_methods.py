@@ -22,6 +22,7 @@ from leakgauge.defences import (
     Chain,
     Clip,
     ClipAndNoise,
+    LowRank,
     Prune,
     Quantise,
     Sign,
@@ -29,6 +30,7 @@ from leakgauge.defences import (
 )
 from leakgauge.errors import PlanError
 from leakgauge.fl import Scenario, simulate
+from leakgauge.fl.local import train
 from leakgauge.tensors import norm, scale
 from leakgauge.threat import observe
 from leakgauge.types import (
@@ -75,6 +77,7 @@ LADDERS: dict[str, list[Defence]] = {
     "top-k": [TopK(k) for k in (0.9, 0.5, 0.1)],
     "quantise": [Quantise(b, "nearest") for b in (8, 4, 2)],
     "quantise, stochastic": [Quantise(b) for b in (8, 4, 1)],
+    "low-rank": [LowRank(r) for r in (3, 2, 1)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -134,6 +137,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "top-k": (TopK(), 0.5),
     "sign": (Sign(), 0.5),
     "quantise": (Quantise(), 0.5),
+    "low-rank": (LowRank(), 0.5),
 }
 
 
@@ -188,6 +192,33 @@ def test_top_k_sends_what_it_held_back(update):
         assert not here.memory[f"owed/{name}"].any()
 
 
+@pytest.mark.parametrize(
+    "defence", [TopK(0.1), LowRank(1), Chain((LowRank(2), TopK(0.1)))], ids=str
+)
+def test_what_is_owed_survives_the_rounds_of_each_client(defence, model, easy):
+    training = LocalTraining(lr=0.1, batch_size=4)
+    scenario = Scenario(lambda: model, easy, training, clients=3, rounds=2, defence=defence)
+    round_ = simulate(scenario, seeded())
+    assert len(round_.memory) == 3
+    assert all(norm(memory) > 0 for memory in round_.memory)
+    assert not same(round_.memory[0], round_.memory[1])
+    # What it sends depends on it.
+    own, forgotten = (
+        train(round_.setting, round_.truths[0], training, seeded(), defence, memory=dict(memory))
+        for memory in (round_.memory[0], {})
+    )
+    assert not same(own.update, forgotten.update)
+
+
+@pytest.mark.parametrize("defence", [TopK(0.1), LowRank(1)], ids=str)
+def test_a_model_of_another_shape_is_no_crash(defence, update):
+    here = replace(HERE, memory={})
+    defence.on_update(update, here, seeded())
+    other = {"a": torch.randn(3, 7, generator=seeded()), "d": torch.randn(5, generator=seeded())}
+    first = defence.on_update(other, here, seeded(1))
+    assert same(first, defence.on_update(other, replace(HERE, memory={}), seeded(1)))
+
+
 # --- sign --------------------------------------------------------------------------------------
 
 
@@ -234,6 +265,60 @@ def test_with_all_bits_hardly_anything_changes_and_constants_stay(update):
     for name, value in update.items():
         torch.testing.assert_close(sent[name], value)
     assert torch.equal(sent["d"], torch.full((5,), 0.7))
+
+
+# --- low rank ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_low_rank_sends_matrices_of_that_rank_and_vectors_whole(rank, update):
+    here = replace(HERE, memory={})
+    sent = LowRank(rank).on_update(update, here, seeded())
+    for name in ("a", "c"):
+        matrix = sent[name].flatten(1)
+        assert int(torch.linalg.matrix_rank(matrix, rtol=1e-4)) == rank
+        # A projection: what is held back is at right angles to what is sent.
+        assert abs(float((here.memory[f"owed/{name}"] * sent[name]).sum())) < 1e-3 * norm(update)
+        assert norm(sent) < norm(update)
+    assert torch.equal(sent["b"], update["b"])
+    assert sent["b"] is not update["b"]
+
+
+def test_from_round_to_round_it_finds_the_best_low_rank():
+    """The same matrix again and again, without error feedback, is the power method: in the end the
+    truncated singular value decomposition."""
+    matrix = torch.randn(30, 20, generator=seeded())
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values * 0.7 ** torch.arange(20)
+    matrix = left @ torch.diag(values) @ right
+    here = replace(HERE, memory={})
+    distances = []
+    for _ in range(15):
+        sent = LowRank(2).on_update({"a": matrix}, here, seeded())["a"]
+        del here.memory["owed/a"]
+        distances.append(float((sent - matrix).norm()))
+    best = float(values[2:].norm())
+    assert distances[0] > 1.01 * best
+    assert distances[-1] == pytest.approx(best, rel=1e-3)
+
+
+def test_low_rank_remembers_what_it_did_not_send(update):
+    here, zeros = replace(HERE, memory={}), scale(update, 0.0)
+    total = LowRank(2).on_update(update, here, seeded())
+    for _ in range(5):
+        owed = {n: here.memory[f"owed/{n}"] for n in update}
+        torch.testing.assert_close({n: total[n] + owed[n] for n in total}, update)
+        more = LowRank(2).on_update(zeros, here, seeded())
+        assert norm(more) > 0
+        total = {name: total[name] + more[name] for name in total}
+
+
+def test_one_record_has_rank_one_and_is_sent_whole():
+    """What its page warns of."""
+    assert leaked(LowRank(3), 0) < 1e-3
+    one = {"a": torch.outer(torch.randn(5, generator=seeded()), torch.rand(7, generator=seeded()))}
+    sent = LowRank(1).on_update(one, replace(HERE, memory={}), seeded())
+    torch.testing.assert_close(sent["a"], one["a"])
 
 
 # --- soteria -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
+from leakgauge.defences.low_rank import LowRank
 from leakgauge.defences.prune import Prune
 from leakgauge.defences.quantise import Quantise
 from leakgauge.defences.sign import Sign
@@ -16,6 +17,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "top-k": TopK,
     "sign": Sign,
     "quantise": Quantise,
+    "low-rank": LowRank,
 }
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Chain",
     "Clip",
     "ClipAndNoise",
+    "LowRank",
     "Prune",
     "Quantise",
     "Sign",
