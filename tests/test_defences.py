@@ -26,6 +26,7 @@ from leakgauge.defences import (
     Prune,
     Quantise,
     Sign,
+    Soteria,
     TopK,
 )
 from leakgauge.defences.clip_and_noise import gaussian_sigma
@@ -64,6 +65,7 @@ SAMPLES: list[Defence] = [
     Quantise(bits=4),
     Quantise(bits=4, rounding="nearest"),
     LowRank(rank=1),
+    Soteria(share=0.5),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -103,6 +105,7 @@ def applied(defence: Any, values: Named, here: Here, rng: torch.Generator) -> Na
 
 TOUCHES: dict[type[Any], Callable[[Named], set[str]]] = {
     LowRank: lambda values: {name for name, value in values.items() if value.dim() > 1},
+    Soteria: lambda values: {"head.weight"},
 }
 """Those that leave some tensors as they are."""
 
@@ -221,6 +224,8 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("quantise", {"bits": 1.5}, "bits: expected a whole number, got 1.5"),
         ("quantise", {"rounding": "random"}, "rounding: 'random' is not a choice"),
         ("low-rank", {"rank": 0}, "rank must be at least 1, got 0"),
+        ("soteria", {"share": 0}, r"share must lie in \(0, 1\], got 0"),
+        ("soteria", {"layer": 3}, "layer: expected text, got 3"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nouns import setting
 from test_defences import HERE, applied, placed, same, seeded
 from torch import Tensor, nn
 
 from leakgauge.attacks import Analytic
-from leakgauge.audit import parse
+from leakgauge.audit import parse, references
 from leakgauge.config import build
 from leakgauge.defences import (
     DEFENCES,
@@ -26,12 +27,13 @@ from leakgauge.defences import (
     Prune,
     Quantise,
     Sign,
+    Soteria,
     TopK,
 )
-from leakgauge.errors import PlanError
+from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
-from leakgauge.tensors import norm, scale
+from leakgauge.tensors import norm, parameters, scale, subtract
 from leakgauge.threat import observe
 from leakgauge.types import (
     Among,
@@ -78,6 +80,7 @@ LADDERS: dict[str, list[Defence]] = {
     "quantise": [Quantise(b, "nearest") for b in (8, 4, 2)],
     "quantise, stochastic": [Quantise(b) for b in (8, 4, 1)],
     "low-rank": [LowRank(r) for r in (3, 2, 1)],
+    "soteria": [Soteria(s) for s in (0.2, 0.5, 0.9)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -138,6 +141,8 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "sign": (Sign(), 0.5),
     "quantise": (Quantise(), 0.5),
     "low-rank": (LowRank(), 0.5),
+    "soteria": (Soteria(), 0.5),
+    "chain": (Chain((Soteria(0.5), TopK(0.5), Quantise())), 0.5),
 }
 
 
@@ -335,6 +340,69 @@ def scored(model: nn.Sequential, batch: Batch) -> Tensor:
     return scores
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])
+def test_soteria_zeroes_the_columns_of_lowest_score(share):
+    model, batch = perceptron(), records()
+    values, here = placed(model, batch, LocalTraining(batch_size=6))
+    sent = applied(Soteria(share), values, here, seeded())
+    hidden = round(share * 10)
+    lowest = scored(model, batch).argsort()[:hidden]
+    kept = [k for k in range(10) if k not in lowest.tolist()]
+    assert not sent["3.weight"][:, lowest].any()
+    assert values["3.weight"].any(0).all()
+    assert torch.equal(sent["3.weight"][:, kept], values["3.weight"][:, kept])
+    assert all(torch.equal(sent[n], values[n]) for n in values if n != "3.weight")
+
+
+def test_soteria_normalises_as_the_model_sees_the_records():
+    """A representation that is the input itself: its slope is 1, so the score is its size alone."""
+    batch = Batch(torch.linspace(0, 1, 12).view(1, 1, 1, 12), torch.tensor([1]))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    values, here = placed(model, batch, LocalTraining())
+    sent = applied(Soteria(0.25), values, here, seeded())
+    assert (sent["1.weight"] == 0).all(0).tolist() == [True] + [False] * 8 + [True] * 3
+
+
+def test_soteria_defends_the_layer_that_it_is_told():
+    model, batch = perceptron(), records()
+    values, here = placed(model, batch, LocalTraining(batch_size=6))
+    sent = applied(Soteria(0.5, layer="1"), values, here, seeded())
+    assert int((sent["1.weight"] == 0).all(0).sum()) == 6
+    assert torch.equal(sent["3.weight"], values["3.weight"])
+    with pytest.raises(InputError, match="'2' is no linear layer that the model trains; known: 1"):
+        applied(Soteria(layer="2"), values, here, seeded())
+
+
+def test_soteria_follows_the_weights_and_records_of_the_step():
+    """With two steps, the second is defended by the scores at its own weights."""
+    model, batch = perceptron(), records()
+    training = LocalTraining(lr=2.0, batch_size=3, steps=2)
+    part = [Batch(batch.inputs[k : k + 3], batch.labels[k : k + 3]) for k in (0, 3)]
+    first = train(setting(model, part[0]), part[0], replace(training, steps=1), seeded(),
+                  Soteria(0.5)).update  # fmt: skip
+    moved = perceptron()
+    moved.load_state_dict(subtract(parameters(model), first))
+    second = train(setting(moved, part[1]), part[1], replace(training, steps=1), seeded(),
+                   Soteria(0.5)).update  # fmt: skip
+    both = train(setting(model, batch), batch, training, seeded(), Soteria(0.5)).update
+    for name, value in both.items():
+        torch.testing.assert_close(value, first[name] + second[name])
+
+
+def test_soteria_needs_a_linear_layer_and_values(model, batch):
+    bare = nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten())
+    values, here = placed(bare, batch, LocalTraining(batch_size=2))
+    with pytest.raises(InputError, match="defends a linear layer, and the model trains none"):
+        applied(Soteria(), values, here, seeded())
+    with pytest.raises(InputError, match="'soteria' needs the records and the weights"):
+        Soteria().on_gradient(values, HERE, seeded())
+    texts = torch.zeros(2, 5, dtype=torch.long)
+    world = setting(nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(20, 4)), texts)
+    with pytest.raises(NotApplicable, match="these records are tokens"):
+        train(world, Batch(texts, torch.tensor([0, 1])), LocalTraining(batch_size=2), seeded(),
+              Soteria())  # fmt: skip
+
+
 # --- chain -------------------------------------------------------------------------------------
 
 
@@ -404,6 +472,25 @@ def planned(*defences: dict[str, Any]) -> Any:
         "defence": list(defences),
     }
     return parse(table, "plan", Path.cwd())
+
+
+def test_a_plan_chains_defences_and_calls_them_by_their_parts():
+    plan = planned(
+        {"name": "none"},
+        {"name": "chain", "defences": ["soteria", {"name": "clip-and-noise", "epsilon": 50}]},
+        {"name": "chain", "defences": [{"name": "prune", "share": 0.5}, "prune"]},
+        {"name": "chain", "defences": ["clip", {"name": "chain", "defences": ["sign"]}]},
+    )
+    assert dict(plan.defences) == {
+        "none": None,
+        "soteria+clip-and-noise": Chain((Soteria(), ClipAndNoise(epsilon=50.0))),
+        "prune+prune-2": Chain((Prune(0.5), Prune())),
+        "clip+sign": Chain((Clip(), Chain((Sign(),)))),
+    }
+    papers = [paper.key for paper in references.known(plan.document)]
+    assert {"sun2021", "balle2018", "lin2018", "bernstein2018"} <= set(papers)
+    chain = plan.defences["soteria+clip-and-noise"]
+    assert [paper.key for paper in references.of([chain])][:2] == ["sun2021", "balle2018"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from leakgauge.defences.low_rank import LowRank
 from leakgauge.defences.prune import Prune
 from leakgauge.defences.quantise import Quantise
 from leakgauge.defences.sign import Sign
+from leakgauge.defences.soteria import Soteria
 from leakgauge.defences.top_k import TopK
 from leakgauge.types import Defence
 
@@ -18,6 +19,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "sign": Sign,
     "quantise": Quantise,
     "low-rank": LowRank,
+    "soteria": Soteria,
 }
 
 __all__ = [
@@ -29,5 +31,6 @@ __all__ = [
     "Prune",
     "Quantise",
     "Sign",
+    "Soteria",
     "TopK",
 ]
