@@ -23,6 +23,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     LowRank,
+    Outpost,
     Prune,
     Quantise,
     Sign,
@@ -66,6 +67,7 @@ SAMPLES: list[Defence] = [
     Quantise(bits=4, rounding="nearest"),
     LowRank(rank=1),
     Soteria(share=0.5),
+    Outpost(),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -226,6 +228,10 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("low-rank", {"rank": 0}, "rank must be at least 1, got 0"),
         ("soteria", {"share": 0}, r"share must lie in \(0, 1\], got 0"),
         ("soteria", {"layer": 3}, "layer: expected text, got 3"),
+        ("outpost", {"prune": 1}, r"prune must lie in \[0, 1\), got 1"),
+        ("outpost", {"noise": -1}, "noise must be at least 0, got -1"),
+        ("outpost", {"decay": -1}, "decay must be at least 0, got -1"),
+        ("outpost", {"top": 0}, r"top must lie in \(0, 1\], got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

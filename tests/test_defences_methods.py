@@ -3,6 +3,7 @@ is set."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,12 +25,14 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     LowRank,
+    Outpost,
     Prune,
     Quantise,
     Sign,
     Soteria,
     TopK,
 )
+from leakgauge.defences.outpost import risk
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
@@ -81,6 +84,8 @@ LADDERS: dict[str, list[Defence]] = {
     "quantise, stochastic": [Quantise(b) for b in (8, 4, 1)],
     "low-rank": [LowRank(r) for r in (3, 2, 1)],
     "soteria": [Soteria(s) for s in (0.2, 0.5, 0.9)],
+    "outpost, noise": [Outpost(prune=0.0, noise=n) for n in (0.1, 1.0, 10.0)],
+    "outpost, pruning": [Outpost(prune=p, noise=0.0) for p in (0.2, 0.5, 0.9)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -142,6 +147,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "quantise": (Quantise(), 0.5),
     "low-rank": (LowRank(), 0.5),
     "soteria": (Soteria(), 0.5),
+    "outpost": (Outpost(), 0.5),
     "chain": (Chain((Soteria(0.5), TopK(0.5), Quantise())), 0.5),
 }
 
@@ -401,6 +407,57 @@ def test_soteria_needs_a_linear_layer_and_values(model, batch):
     with pytest.raises(NotApplicable, match="these records are tokens"):
         train(world, Batch(texts, torch.tensor([0, 1])), LocalTraining(batch_size=2), seeded(),
               Soteria())  # fmt: skip
+
+
+# --- outpost -----------------------------------------------------------------------------------
+
+
+def test_outpost_prunes_and_adds_noise_where_it_says():
+    model, batch = perceptron(48, 40), records(6, 48)
+    values, here = placed(model, batch, LocalTraining(batch_size=6))
+    sent = applied(Outpost(prune=0.8, noise=0.0), values, here, seeded())
+    for name, value in values.items():
+        kept = sent[name] != 0
+        assert int(kept.sum()) == value.numel() - min(round(0.8 * value.numel()), value.numel() - 1)
+        assert torch.equal(sent[name][kept], value[kept])
+        assert value[~kept].abs().max() <= value[kept].abs().min()
+    noisy = applied(Outpost(prune=0.0, noise=0.8, top=0.4), values, here, seeded())
+    noise = {name: noisy[name] - values[name] for name in values}
+    flat = torch.cat([v.flatten() for v in values.values()]).abs()
+    changed = torch.cat([v.flatten() for v in noise.values()]) != 0
+    assert abs(int(changed.sum()) - round(0.4 * len(flat))) <= 2  # a draw may be lost in rounding
+    assert flat[~changed].quantile(0.99) <= flat[changed].min() * 1.0001
+    weights = noise["1.weight"][noise["1.weight"] != 0]
+    spread = 0.8 * float(model[1].weight.detach().var())
+    assert float(weights.std()) == pytest.approx(spread, rel=0.15)
+
+
+def test_outpost_measures_the_risk_by_the_spread_of_the_weights():
+    weights = torch.randn(1000, generator=seeded())
+    assert risk(0.5 * weights) == pytest.approx(0.25 * float(weights.var()), rel=1e-5)
+    assert risk(3 * weights) == 1.0
+    assert risk(torch.ones(7)) == risk(torch.tensor([5.0])) == 0.0
+
+
+def test_outpost_returns_what_it_computed():
+    """One public implementation returns the gradient that it was given."""
+    values, here = placed(perceptron(), records(), LocalTraining(batch_size=6))
+    sent = applied(Outpost(), values, here, seeded())
+    assert norm(subtract(sent, values)) > 0.05 * norm(values)
+    batch = records()
+    training = LocalTraining(batch_size=6)
+    plain = train(setting(perceptron(), batch), batch, training, seeded()).update
+    assert not same(plain, train(here.setting, batch, training, seeded(), Outpost()).update)
+
+
+@pytest.mark.parametrize("step", [0, 8, 40])
+def test_outpost_defends_later_steps_less_often(step):
+    values, here = placed(perceptron(), records(), LocalTraining(batch_size=6))
+    there = replace(here, step=step)
+    rng = seeded(7)
+    count = sum(not same(applied(Outpost(), values, there, rng), values) for _ in range(300))
+    expected = 1 / (1 + 0.125 * step)
+    assert count / 300 == pytest.approx(expected, abs=4 * math.sqrt(expected / 300) * (step > 0))
 
 
 # --- chain -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
 from leakgauge.defences.low_rank import LowRank
+from leakgauge.defences.outpost import Outpost
 from leakgauge.defences.prune import Prune
 from leakgauge.defences.quantise import Quantise
 from leakgauge.defences.sign import Sign
@@ -20,6 +21,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "quantise": Quantise,
     "low-rank": LowRank,
     "soteria": Soteria,
+    "outpost": Outpost,
 }
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Clip",
     "ClipAndNoise",
     "LowRank",
+    "Outpost",
     "Prune",
     "Quantise",
     "Sign",
