@@ -22,6 +22,7 @@ from leakgauge.defences import (
     Chain,
     Clip,
     ClipAndNoise,
+    Guardian,
     LowRank,
     Outpost,
     Prune,
@@ -68,6 +69,7 @@ SAMPLES: list[Defence] = [
     LowRank(rank=1),
     Soteria(share=0.5),
     Outpost(),
+    Guardian(),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -232,6 +234,8 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("outpost", {"noise": -1}, "noise must be at least 0, got -1"),
         ("outpost", {"decay": -1}, "decay must be at least 0, got -1"),
         ("outpost", {"top": 0}, r"top must lie in \(0, 1\], got 0"),
+        ("guardian", {"beta": 0}, "beta must be positive and finite, got 0"),
+        ("guardian", {"probes": 0}, "probes must be at least 1, got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

@@ -24,6 +24,7 @@ from leakgauge.defences import (
     Chain,
     Clip,
     ClipAndNoise,
+    Guardian,
     LowRank,
     Outpost,
     Prune,
@@ -32,6 +33,7 @@ from leakgauge.defences import (
     Soteria,
     TopK,
 )
+from leakgauge.defences.guardian import sensitivity
 from leakgauge.defences.outpost import risk
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import Scenario, simulate
@@ -86,6 +88,7 @@ LADDERS: dict[str, list[Defence]] = {
     "soteria": [Soteria(s) for s in (0.2, 0.5, 0.9)],
     "outpost, noise": [Outpost(prune=0.0, noise=n) for n in (0.1, 1.0, 10.0)],
     "outpost, pruning": [Outpost(prune=p, noise=0.0) for p in (0.2, 0.5, 0.9)],
+    "guardian": [Guardian(b) for b in (0.1, 10.0, 1000.0)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -148,6 +151,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "low-rank": (LowRank(), 0.5),
     "soteria": (Soteria(), 0.5),
     "outpost": (Outpost(), 0.5),
+    "guardian": (Guardian(), 0.5),
     "chain": (Chain((Soteria(0.5), TopK(0.5), Quantise())), 0.5),
 }
 
@@ -458,6 +462,69 @@ def test_outpost_defends_later_steps_less_often(step):
     count = sum(not same(applied(Outpost(), values, there, rng), values) for _ in range(300))
     expected = 1 / (1 + 0.125 * step)
     assert count / 300 == pytest.approx(expected, abs=4 * math.sqrt(expected / 300) * (step > 0))
+
+
+# --- guardian ----------------------------------------------------------------------------------
+
+
+def jacobian_norms(model: nn.Sequential, batch: Batch) -> Named:
+    """‖∂g_i/∂x‖ of every entry of the gradient, one derivative after the other."""
+    inputs = batch.inputs.clone().requires_grad_()
+    loss = F.cross_entropy(model(inputs), batch.labels)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    norms = {}
+    for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
+        slopes = [torch.autograd.grad(g, inputs, retain_graph=True)[0] for g in gradient.flatten()]
+        norms[name] = torch.stack([s.norm() for s in slopes]).view_as(gradient)
+    return norms
+
+
+def test_guardian_estimates_how_an_entry_moves_with_the_records():
+    model, batch = perceptron(), records(2)
+    values, here = placed(model, batch, LocalTraining(batch_size=2))
+    found = sensitivity(here, here.local, list(values), 400, seeded())
+    for name, exact in jacobian_norms(model, batch).items():
+        torch.testing.assert_close(found[name], exact, rtol=0.25, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 10.0])
+def test_guardian_adds_noise_of_the_stated_size_and_place(beta):
+    model, batch = perceptron(), records(2)
+    values, here = placed(model, batch, LocalTraining(batch_size=2))
+    guardian, rng = Guardian(beta, probes=10), seeded()
+    noises = [subtract(applied(guardian, values, here, rng), values) for _ in range(60)]
+    squares = {n: sum(noise[n].square() for noise in noises) / 60 for n in values}
+    total = sum(float(square.sum()) for square in squares.values())
+    assert total == pytest.approx(beta * norm(values) ** 2, rel=0.1)
+    exact = jacobian_norms(model, batch)
+    whole = sum(float(s.sum()) for s in exact.values())
+    for name, square in squares.items():  # σ² is in proportion to s
+        share = float(square.sum()) / total
+        assert share == pytest.approx(float(exact[name].sum()) / whole, rel=0.3)
+
+
+def test_its_noise_costs_the_attacker_more_than_any_that_is_as_large():
+    """The information Σ s²/σ² under σ² ∝ s is less than under σ² ∝ s^p for another p."""
+    s = torch.cat([v.flatten() for v in jacobian_norms(perceptron(), records(2)).values()])
+
+    def information(power: float) -> float:
+        square = s**power
+        return float((s**2 / (square / square.sum())).sum())
+
+    assert all(information(1.0) < information(p) for p in (0.0, 0.5, 0.9, 1.1, 1.5, 2.0))
+
+
+def test_guardian_protects_everywhere_where_it_cannot_tell():
+    """A model that rounds its records: no difference shows, and all entries get noise."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x.flatten(1) > 0.5).float())
+
+    batch = Batch(torch.ones(2, 1, 1, 12), torch.tensor([0, 1]))
+    values, here = placed(Rounded(12, 4), batch, LocalTraining(batch_size=2))
+    sent = applied(Guardian(), values, here, seeded())
+    assert all((sent[name] != values[name]).all() for name in values)
 
 
 # --- chain -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
+from leakgauge.defences.guardian import Guardian
 from leakgauge.defences.low_rank import LowRank
 from leakgauge.defences.outpost import Outpost
 from leakgauge.defences.prune import Prune
@@ -22,6 +23,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "low-rank": LowRank,
     "soteria": Soteria,
     "outpost": Outpost,
+    "guardian": Guardian,
 }
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Chain",
     "Clip",
     "ClipAndNoise",
+    "Guardian",
     "LowRank",
     "Outpost",
     "Prune",
