@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from leakgauge.config import build
 from leakgauge.defences import (
     DEFENCES,
+    Censor,
     Chain,
     Clip,
     ClipAndNoise,
@@ -70,6 +71,7 @@ SAMPLES: list[Defence] = [
     Soteria(share=0.5),
     Outpost(),
     Guardian(),
+    Censor(trials=3),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -236,6 +238,7 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("outpost", {"top": 0}, r"top must lie in \(0, 1\], got 0"),
         ("guardian", {"beta": 0}, "beta must be positive and finite, got 0"),
         ("guardian", {"probes": 0}, "probes must be at least 1, got 0"),
+        ("censor", {"trials": 0}, "trials must be at least 1, got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

@@ -21,6 +21,7 @@ from leakgauge.audit import parse, references
 from leakgauge.config import build
 from leakgauge.defences import (
     DEFENCES,
+    Censor,
     Chain,
     Clip,
     ClipAndNoise,
@@ -33,6 +34,7 @@ from leakgauge.defences import (
     Soteria,
     TopK,
 )
+from leakgauge.defences.censor import orthogonal
 from leakgauge.defences.guardian import sensitivity
 from leakgauge.defences.outpost import risk
 from leakgauge.errors import InputError, NotApplicable, PlanError
@@ -130,6 +132,11 @@ def test_a_stronger_setting_never_leaks_more(ladder):
     assert errors[-1] > 0.1
 
 
+@pytest.mark.parametrize("defence", [Sign(), Censor(trials=3)], ids=str)
+def test_so_do_those_without_a_strength(defence):
+    assert all(leaked(defence, seed) > 0.5 for seed in range(4))
+
+
 def read(defence: Defence | None) -> float:
     """How far the analytic attack ends from a single record."""
     data = Dataset("one", *(records(8).inputs, records(8).labels), tuple("abcd"))
@@ -152,6 +159,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "soteria": (Soteria(), 0.5),
     "outpost": (Outpost(), 0.5),
     "guardian": (Guardian(), 0.5),
+    "censor": (Censor(trials=50), 4.0),  # its steps are at right angles to the way down
     "chain": (Chain((Soteria(0.5), TopK(0.5), Quantise())), 0.5),
 }
 
@@ -525,6 +533,55 @@ def test_guardian_protects_everywhere_where_it_cannot_tell():
     values, here = placed(Rounded(12, 4), batch, LocalTraining(batch_size=2))
     sent = applied(Guardian(), values, here, seeded())
     assert all((sent[name] != values[name]).all() for name in values)
+
+
+# --- censor ------------------------------------------------------------------------------------
+
+
+def test_censor_is_at_right_angles_and_as_long():
+    values, here = placed(perceptron(), records(), LocalTraining(batch_size=6))
+    values = {name: 7.0 * value for name, value in values.items()}  # no norm is 1
+    sent = applied(Censor(trials=4), values, here, seeded())
+    for name, value in values.items():
+        cosine = float((value * sent[name]).sum() / value.norm() ** 2)
+        assert abs(cosine) < 1e-6
+        assert float(sent[name].norm()) == pytest.approx(float(value.norm()), rel=1e-5)
+
+
+def test_censor_takes_the_draw_of_lowest_loss_after_a_step():
+    model, batch = perceptron(), records()
+    training = LocalTraining(lr=3.0, batch_size=6)
+    values, here = placed(model, batch, training)
+    rng = seeded(3)
+    draws = [{name: orthogonal(g, rng) for name, g in values.items()} for _ in range(8)]
+
+    def loss_after(step: Named) -> float:
+        moved = {n: p - 3.0 * step[n] for n, p in parameters(model).items()}
+        return float(
+            F.cross_entropy(torch.func.functional_call(model, moved, (batch.inputs,)), batch.labels)
+        )
+
+    losses = [loss_after(draw) for draw in draws]
+    best = losses.index(min(losses))
+    assert best > 0  # not simply the first
+    assert same(applied(Censor(trials=8), values, here, seeded(3)), draws[best])
+    assert losses != sorted(losses)
+    found = [min(losses[:n]) for n in (1, 4, 8)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_censor_never_sends_the_gradient():
+    """Not where no draw lowers the loss, not where the loss is no number, not of a single entry."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))  # convex: no right angle leads down
+    values, here = placed(model, records(), LocalTraining(lr=1e30, batch_size=6))
+    broken = replace(here, local=replace(here.local, training=LocalTraining(lr=math.inf)))
+    for place in (here, broken):
+        sent = applied(Censor(trials=2), values, place, seeded())
+        for name, value in values.items():
+            assert abs(float((value * sent[name]).sum())) < 1e-5 * float(value.norm()) ** 2
+            assert sent[name].any()
+    assert orthogonal(torch.tensor([3.0]), seeded()).tolist() == [0.0]
+    assert orthogonal(torch.zeros(4), seeded()).tolist() == [0.0] * 4
 
 
 # --- chain -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a client does to the update before it leaves: one file per method."""
 
+from leakgauge.defences.censor import Censor
 from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
@@ -24,10 +25,12 @@ DEFENCES: dict[str, type[Defence]] = {
     "soteria": Soteria,
     "outpost": Outpost,
     "guardian": Guardian,
+    "censor": Censor,
 }
 
 __all__ = [
     "DEFENCES",
+    "Censor",
     "Chain",
     "Clip",
     "ClipAndNoise",
