@@ -24,6 +24,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Guardian,
+    HideTop,
     LowRank,
     Outpost,
     Prune,
@@ -72,6 +73,7 @@ SAMPLES: list[Defence] = [
     Outpost(),
     Guardian(),
     Censor(trials=3),
+    HideTop(),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
 ]
 
@@ -239,6 +241,7 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("guardian", {"beta": 0}, "beta must be positive and finite, got 0"),
         ("guardian", {"probes": 0}, "probes must be at least 1, got 0"),
         ("censor", {"trials": 0}, "trials must be at least 1, got 0"),
+        ("hide-top", {"share": 0}, r"share must lie in \(0, 1\], got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):
@@ -780,6 +783,16 @@ def test_what_is_announced_is_what_the_attacker_would_need() -> None:
     assert Prune(0.7).announced() == {"share": 0.7, "scope": "layer"}
     noisy = ClipAndNoise(epsilon=10.0, norm=2.0)
     assert noisy.announced() == {"norm": 2.0, "sigma": noisy.sigma()}
+
+
+def test_what_the_others_announce() -> None:
+    assert TopK(0.2).announced() == {"keep": 0.2, "feedback": True}
+    assert LowRank(3).announced() == {"rank": 3, "feedback": True}
+    assert Quantise(3).announced() == {"bits": 3, "rounding": "stochastic"}
+    assert HideTop(0.3).announced() == {"hidden": 0.3}
+    assert Guardian(2.0).announced() == {"beta": 2.0, "probes": 4}
+    assert Soteria(0.3).announced() == {"columns": 0.3, "layer": "the last linear layer"}
+    assert Soteria(layer="fc1").announced()["layer"] == "fc1"
 
 
 def test_a_chain_announces_what_its_parts_do() -> None:

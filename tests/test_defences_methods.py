@@ -26,6 +26,7 @@ from leakgauge.defences import (
     Clip,
     ClipAndNoise,
     Guardian,
+    HideTop,
     LowRank,
     Outpost,
     Prune,
@@ -91,6 +92,7 @@ LADDERS: dict[str, list[Defence]] = {
     "outpost, noise": [Outpost(prune=0.0, noise=n) for n in (0.1, 1.0, 10.0)],
     "outpost, pruning": [Outpost(prune=p, noise=0.0) for p in (0.2, 0.5, 0.9)],
     "guardian": [Guardian(b) for b in (0.1, 10.0, 1000.0)],
+    "hide-top": [HideTop(s) for s in (0.2, 0.5, 0.9)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -160,6 +162,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "outpost": (Outpost(), 0.5),
     "guardian": (Guardian(), 0.5),
     "censor": (Censor(trials=50), 4.0),  # its steps are at right angles to the way down
+    "hide-top": (HideTop(), 0.5),
     "chain": (Chain((Soteria(0.5), TopK(0.5), Quantise())), 0.5),
 }
 
@@ -582,6 +585,34 @@ def test_censor_never_sends_the_gradient():
             assert sent[name].any()
     assert orthogonal(torch.tensor([3.0]), seeded()).tolist() == [0.0]
     assert orthogonal(torch.zeros(4), seeded()).tolist() == [0.0] * 4
+
+
+# --- hide top ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.0])
+def test_hide_top_sends_the_smallest_alone(share, update):
+    sent = HideTop(share).on_update(update, HERE, seeded())
+    for name, value in sent.items():
+        hidden = value == 0
+        assert int(hidden.sum()) == math.ceil(round(share * value.numel(), 6))
+        assert torch.equal(value[~hidden], update[name][~hidden])
+        if share < 1:
+            assert update[name][hidden].abs().min() >= value[~hidden].abs().max()
+    single = HideTop(0.01).on_update({"a": torch.tensor([2.0])}, HERE, seeded())
+    assert single["a"].tolist() == [0.0]  # a tensor hides one entry at least
+
+
+def test_hiding_half_leaves_a_unit_of_small_error_whole():
+    """What its page warns of: the rows of a layer are as large as the errors of its units."""
+    assert read(HideTop(0.5)) < 1e-4
+    assert read(HideTop(0.9)) > 0.1
+
+
+def test_pruning_and_hiding_the_rest_are_the_whole_update(update):
+    kept = Prune(0.8).on_update(update, HERE, seeded())
+    hidden = HideTop(0.2).on_update(update, HERE, seeded())
+    assert same({name: kept[name] + hidden[name] for name in update}, update)
 
 
 # --- chain -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
 from leakgauge.defences.guardian import Guardian
+from leakgauge.defences.hide_top import HideTop
 from leakgauge.defences.low_rank import LowRank
 from leakgauge.defences.outpost import Outpost
 from leakgauge.defences.prune import Prune
@@ -26,6 +27,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "outpost": Outpost,
     "guardian": Guardian,
     "censor": Censor,
+    "hide-top": HideTop,
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Clip",
     "ClipAndNoise",
     "Guardian",
+    "HideTop",
     "LowRank",
     "Outpost",
     "Prune",
