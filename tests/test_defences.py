@@ -27,6 +27,7 @@ from leakgauge.defences import (
     HideTop,
     LowRank,
     Outpost,
+    PairedNoise,
     Prune,
     Quantise,
     Sign,
@@ -74,7 +75,9 @@ SAMPLES: list[Defence] = [
     Guardian(),
     Censor(trials=3),
     HideTop(),
+    PairedNoise(),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
+    Chain((TopK(keep=0.5), Guardian(), Quantise(bits=4), PairedNoise())),
 ]
 
 
@@ -242,6 +245,7 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("guardian", {"probes": 0}, "probes must be at least 1, got 0"),
         ("censor", {"trials": 0}, "trials must be at least 1, got 0"),
         ("hide-top", {"share": 0}, r"share must lie in \(0, 1\], got 0"),
+        ("paired-noise", {"scale": 0}, "scale must be positive and finite, got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):

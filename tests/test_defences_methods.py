@@ -29,6 +29,7 @@ from leakgauge.defences import (
     HideTop,
     LowRank,
     Outpost,
+    PairedNoise,
     Prune,
     Quantise,
     Sign,
@@ -41,7 +42,7 @@ from leakgauge.defences.outpost import risk
 from leakgauge.errors import InputError, NotApplicable, PlanError
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
-from leakgauge.tensors import norm, parameters, scale, subtract
+from leakgauge.tensors import norm, parameters, scale, subtract, weighted_mean
 from leakgauge.threat import observe
 from leakgauge.types import (
     Among,
@@ -93,7 +94,9 @@ LADDERS: dict[str, list[Defence]] = {
     "outpost, pruning": [Outpost(prune=p, noise=0.0) for p in (0.2, 0.5, 0.9)],
     "guardian": [Guardian(b) for b in (0.1, 10.0, 1000.0)],
     "hide-top": [HideTop(s) for s in (0.2, 0.5, 0.9)],
+    "paired-noise": [PairedNoise(s) for s in (0.1, 1.0, 10.0)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
+    "chain": [Chain((HideTop(s), PairedNoise(s))) for s in (0.2, 0.5, 0.9)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
 
@@ -148,6 +151,24 @@ def read(defence: Defence | None) -> float:
     return float((guess.inputs[0] - round_.truths[0].inputs[0]).norm())
 
 
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        [None, TopK(0.9), TopK(0.5), TopK(0.1)],
+        [None, HideTop(0.1), HideTop(0.5), HideTop(0.9)],
+        [None, Quantise(8, "nearest"), Quantise(4, "nearest"), Quantise(2, "nearest")],
+        [None, PairedNoise(0.01), PairedNoise(0.1), PairedNoise(1.0)],
+    ],
+    ids=["top-k", "hide-top", "quantise", "paired-noise"],
+)
+def test_the_analytic_attack_reads_less_of_the_first_layer(ladder):
+    """Exact without a defence: one record, the ratio of weight and bias gradients."""
+    errors = [read(defence) for defence in ladder]
+    assert errors[0] < 1e-4
+    assert all(weak <= strong + 1e-4 for weak, strong in pairwise(errors))
+    assert errors[-1] > 0.1
+
+
 # --- a federation still learns -----------------------------------------------------------------
 
 LEARNS: dict[str, tuple[Defence, float]] = {
@@ -163,6 +184,7 @@ LEARNS: dict[str, tuple[Defence, float]] = {
     "guardian": (Guardian(), 0.5),
     "censor": (Censor(trials=50), 4.0),  # its steps are at right angles to the way down
     "hide-top": (HideTop(), 0.5),
+    "paired-noise": (PairedNoise(), 0.5),
     "chain": (Chain((Soteria(0.5), TopK(0.5), Quantise())), 0.5),
 }
 
@@ -613,6 +635,48 @@ def test_pruning_and_hiding_the_rest_are_the_whole_update(update):
     kept = Prune(0.8).on_update(update, HERE, seeded())
     hidden = HideTop(0.2).on_update(update, HERE, seeded())
     assert same({name: kept[name] + hidden[name] for name in update}, update)
+
+
+# --- paired noise ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighting", ["equal", "records"])
+@pytest.mark.parametrize("clients", [2, 3, 5])
+def test_paired_noise_leaves_the_mean_of_the_round_alone(model, easy, clients, weighting):
+    sizes = [4 + 4 * k for k in range(clients)]
+
+    class Unequal:
+        def split(self, data: Dataset, clients: int, rng: torch.Generator) -> list[Tensor]:
+            return list(torch.split(torch.arange(sum(sizes)), sizes))
+
+    training = LocalTraining(lr=0.1, batch_size=4, epochs=1)
+    scenario = Scenario(lambda: model, easy, training, clients=clients, records="all",
+                        weighting=weighting, partition=Unequal())  # fmt: skip
+    plain = simulate(scenario, seeded())
+    noisy = simulate(replace(scenario, defence=PairedNoise(2.0)), seeded())
+    assert noisy.weights == plain.weights
+    left, right = (weighted_mean(one.updates, one.weights) for one in (plain, noisy))
+    for name, value in left.items():
+        torch.testing.assert_close(right[name], value, rtol=1e-4, atol=1e-6)
+    for one, other in zip(plain.updates, noisy.updates, strict=True):  # each client is protected
+        assert norm(subtract(one, other)) > 0.3 * norm(one)
+
+
+def test_paired_noise_is_in_proportion_to_the_entries():
+    update = {"a": torch.cat([torch.full((50_000,), 0.1), torch.full((50_000,), -5.0)])}
+    letters: Memory = {}
+    here = replace(HERE, among=Among(0, 2, 0.25, letters))
+    sent = PairedNoise(0.5).on_update(update, here, seeded())
+    noise = sent["a"] - update["a"]
+    assert float(noise[:50_000].std()) == pytest.approx(0.05, rel=0.02)
+    assert float(noise[50_000:].std()) == pytest.approx(2.5, rel=0.02)
+    there = replace(HERE, among=Among(1, 2, 0.75, letters))
+    other = PairedNoise(0.5).on_update(scale(update, 0.0), there, seeded(1))
+    torch.testing.assert_close(0.25 * noise + 0.75 * other["a"], torch.zeros(100_000))
+
+
+def test_a_client_alone_is_not_left_without_noise(update):
+    assert not same(PairedNoise().on_update(update, HERE, seeded()), update)
 
 
 # --- chain -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from leakgauge.defences.guardian import Guardian
 from leakgauge.defences.hide_top import HideTop
 from leakgauge.defences.low_rank import LowRank
 from leakgauge.defences.outpost import Outpost
+from leakgauge.defences.paired_noise import PairedNoise
 from leakgauge.defences.prune import Prune
 from leakgauge.defences.quantise import Quantise
 from leakgauge.defences.sign import Sign
@@ -28,6 +29,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "guardian": Guardian,
     "censor": Censor,
     "hide-top": HideTop,
+    "paired-noise": PairedNoise,
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "HideTop",
     "LowRank",
     "Outpost",
+    "PairedNoise",
     "Prune",
     "Quantise",
     "Sign",
