@@ -383,14 +383,40 @@ defence changes it in place."""
 
 
 @dataclass(frozen=True)
+class Among:
+    """A client's place in a round: number `client` of `clients`, whose update has this `weight` in
+    the aggregate. `letters` is what the clients of the round tell each other, in the order of their
+    numbers; the server never reads it."""
+
+    client: int = 0
+    clients: int = 1
+    weight: float = 1.0
+    letters: Memory = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Local:
+    """A local step before it is taken: its records, the model in the modes of the training, and the
+    parameters and buffers (`values`) that it has by now. A defence changes none of it."""
+
+    setting: Setting
+    training: LocalTraining
+    batch: Batch
+    values: Named
+
+
+@dataclass(frozen=True)
 class Here:
-    """Where a defence is called: the setting it trains in, the round, the local step, and what it
-    remembers of this client."""
+    """Where a defence is called: the setting it trains in, the round, the local step, what it
+    remembers of this client, and the client's place in the round. `local` is what a step is
+    computed from; only `on_gradient` has it."""
 
     setting: Setting
     round: int = 0
     step: int = 0
     memory: Memory = field(default_factory=dict)
+    among: Among = field(default_factory=Among)
+    local: Local | None = None
 
 
 class Announces(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -16,12 +17,28 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from leakgauge.config import build
-from leakgauge.defences import DEFENCES, Clip, ClipAndNoise, Prune
+from leakgauge.defences import (
+    DEFENCES,
+    Censor,
+    Chain,
+    Clip,
+    ClipAndNoise,
+    Guardian,
+    HideTop,
+    LowRank,
+    Outpost,
+    PairedNoise,
+    Prune,
+    Quantise,
+    Sign,
+    Soteria,
+    TopK,
+)
 from leakgauge.defences.clip_and_noise import gaussian_sigma
 from leakgauge.errors import PlanError
 from leakgauge.fl import Scenario, simulate, tampered
-from leakgauge.fl.local import minibatches, train
-from leakgauge.tensors import norm, scale, spawned, subtract
+from leakgauge.fl.local import minibatches, ready, train
+from leakgauge.tensors import norm, parameters, scale, spawned, subtract
 from leakgauge.threat import observe
 from leakgauge.types import (
     Batch,
@@ -31,6 +48,7 @@ from leakgauge.types import (
     GradientDefence,
     Here,
     Kept,
+    Local,
     LocalTraining,
     Named,
     Preparation,
@@ -47,6 +65,19 @@ SAMPLES: list[Defence] = [
     ClipAndNoise(epsilon=10.0, calibration="papers"),
     Prune(share=0.5),
     Prune(share=0.5, scope="whole"),
+    TopK(keep=0.1),
+    Sign(),
+    Quantise(bits=4),
+    Quantise(bits=4, rounding="nearest"),
+    LowRank(rank=1),
+    Soteria(share=0.5),
+    Outpost(),
+    Guardian(),
+    Censor(trials=3),
+    HideTop(),
+    PairedNoise(),
+    Chain((Clip(norm=0.5), Prune(share=0.5))),
+    Chain((TopK(keep=0.5), Guardian(), Quantise(bits=4), PairedNoise())),
 ]
 
 
@@ -63,6 +94,40 @@ def update(rng: torch.Generator) -> Named:
     }
 
 
+def placed(model: nn.Module, batch: Batch, training: LocalTraining) -> tuple[Named, Here]:
+    """The gradient of the first local step on these records, and what a defence is told there."""
+    part = Batch(batch.inputs[: training.batch_size], batch.labels[: training.batch_size])
+    world = setting(ready(model, training), part)
+    values = parameters(model) | {n: b.clone() for n, b in model.named_buffers()}
+    here = Here(world, local=Local(world, training, part, values))
+    once = replace(training, steps=1, lr=1.0)
+    return train(setting(model, part), part, once, seeded()).update, here
+
+
+def applied(defence: Any, values: Named, here: Here, rng: torch.Generator) -> Named:
+    """What the defence makes of tensors, at the hooks that it has."""
+    here = replace(here, memory={})
+    if isinstance(defence, GradientDefence):
+        values = defence.on_gradient(values, here, rng)
+    if isinstance(defence, UpdateDefence):
+        values = defence.on_update(values, replace(here, local=None), rng)
+    return values
+
+
+TOUCHES: dict[type[Any], Callable[[Named], set[str]]] = {
+    LowRank: lambda values: {name for name, value in values.items() if value.dim() > 1},
+    Soteria: lambda values: {"head.weight"},
+}
+"""Those that leave some tensors as they are."""
+
+
+def touched(defence: Defence, values: Named) -> set[str]:
+    """The tensors that it says it changes."""
+    if isinstance(defence, Clip) and defence.scope == "layer":
+        return {name for name, value in values.items() if value.norm() > defence.norm}
+    return TOUCHES.get(type(defence), set)(values)
+
+
 def same(left: Named, right: Named) -> bool:
     return left.keys() == right.keys() and all(torch.equal(v, right[n]) for n, v in left.items())
 
@@ -71,7 +136,7 @@ def same(left: Named, right: Named) -> bool:
 
 
 def test_every_defence_is_sampled_here():
-    assert {type(s) for s in SAMPLES} == set(DEFENCES.values())
+    assert {type(s) for s in SAMPLES} >= set(DEFENCES.values())
 
 
 @pytest.mark.parametrize("name", DEFENCES)
@@ -79,40 +144,67 @@ def test_a_plan_builds_it_from_its_defaults(name):
     defence = build(DEFENCES[name], {}, f"defence.{name}")
     assert isinstance(defence, BatchDefence | GradientDefence | UpdateDefence)
     with pytest.raises(FrozenInstanceError):
-        setattr(defence, fields(defence)[0].name, 1.0)
+        setattr(defence, fields(defence)[0].name if fields(defence) else "papers", 1.0)
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
-def test_the_update_changes_and_the_input_does_not(defence, update):
-    before = {name: value.clone() for name, value in update.items()}
-    sent = defence.on_update(update, HERE, seeded(1))
-    assert same(update, before)
-    assert all(not torch.equal(sent[name], update[name]) for name in update)
-    assert list(sent) == list(update)
+def test_what_is_sent_changes_and_what_it_was_given_does_not(defence, model, batch):
+    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    before, inside = copy.deepcopy(values), copy.deepcopy(here.local)
+    state = copy.deepcopy(here.setting.model.state_dict())
+    sent = applied(defence, values, here, seeded(1))
+    assert same(values, before)
+    assert same(here.local.values, inside.values)
+    assert torch.equal(here.local.batch.inputs, inside.batch.inputs)
+    assert same(dict(here.setting.model.state_dict()), dict(state))
+    assert not [hook for m in here.setting.model.modules() for hook in m._forward_pre_hooks]
+    changed = {name for name in values if not torch.equal(sent[name], values[name])}
+    assert changed == touched(defence, values)
+    assert list(sent) == list(values)
     for name, value in sent.items():
-        assert (value.shape, value.dtype) == (update[name].shape, update[name].dtype)
-        assert value.data_ptr() != update[name].data_ptr()
+        assert (value.shape, value.dtype) == (values[name].shape, values[name].dtype)
+        assert value.data_ptr() != values[name].data_ptr()
+        assert torch.isfinite(value).all()
+        assert not value.requires_grad
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
-def test_same_seed_same_bytes(defence, update):
-    first = defence.on_update(update, HERE, seeded(1))
-    assert same(first, defence.on_update(update, HERE, seeded(1)))
+def test_same_seed_same_bytes(defence, model, batch):
+    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    first = applied(defence, values, here, seeded(1))
+    torch.manual_seed(99)  # nothing comes from the global generator
+    assert same(first, applied(defence, values, here, seeded(1)))
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
-def test_double_precision_stays_double(defence, update):
-    sent = defence.on_update({n: v.double() for n, v in update.items()}, HERE, seeded())
+def test_double_precision_stays_double(defence, model, batch):
+    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    sent = applied(defence, {n: v.double() for n, v in values.items()}, here, seeded())
     assert all(value.dtype == torch.float64 for value in sent.values())
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_zeros_and_single_entries_stay_numbers(defence, model, batch):
+    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    zeros = applied(defence, scale(values, 0.0), here, seeded())
+    assert all(torch.isfinite(value).all() for value in zeros.values())
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_the_client_sends_the_defended_update(defence, model, batch):
-    training = LocalTraining(lr=0.5, batch_size=4, steps=2)
+    training = LocalTraining(lr=0.5, batch_size=4, steps=1)
     plain = train(setting(model, batch), batch, training, seeded(1)).update
     sent = train(setting(model, batch), batch, training, seeded(1), defence).update
     own = spawned(seeded(1), "defence/0/0")  # its randomness moves nothing else
-    assert same(sent, defence.on_update(plain, HERE, own))
+    gradient, here = placed(model, batch, training)
+    if isinstance(defence, BatchDefence):
+        defence.on_batch(batch, here, own)
+    if isinstance(defence, GradientDefence):
+        gradient = defence.on_gradient(gradient, here, own)
+    by_hand = scale(gradient, 0.5)  # a power of two is exact
+    if isinstance(defence, UpdateDefence):
+        by_hand = defence.on_update(by_hand, replace(here, memory={}), own)
+    assert same(sent, by_hand)
     assert not same(sent, plain)
 
 
@@ -134,6 +226,26 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("prune", {"share": 1}, r"share must lie in \[0, 1\), got 1"),
         ("prune", {"share": -0.1}, "share must lie in"),
         ("prune", {"share": math.nan}, "share: expected a finite number, got nan"),
+        ("top-k", {"keep": 0}, r"keep must lie in \(0, 1\], got 0"),
+        ("top-k", {"keep": 1.5}, "keep must lie in"),
+        ("top-k", {"share": 0.5}, "unknown key 'share'"),
+        ("sign", {"bits": 1}, "unknown key 'bits'; it takes none"),
+        ("quantise", {"bits": 0}, "bits must lie between 1 and 32, got 0"),
+        ("quantise", {"bits": 33}, "bits must lie between 1 and 32, got 33"),
+        ("quantise", {"bits": 1.5}, "bits: expected a whole number, got 1.5"),
+        ("quantise", {"rounding": "random"}, "rounding: 'random' is not a choice"),
+        ("low-rank", {"rank": 0}, "rank must be at least 1, got 0"),
+        ("soteria", {"share": 0}, r"share must lie in \(0, 1\], got 0"),
+        ("soteria", {"layer": 3}, "layer: expected text, got 3"),
+        ("outpost", {"prune": 1}, r"prune must lie in \[0, 1\), got 1"),
+        ("outpost", {"noise": -1}, "noise must be at least 0, got -1"),
+        ("outpost", {"decay": -1}, "decay must be at least 0, got -1"),
+        ("outpost", {"top": 0}, r"top must lie in \(0, 1\], got 0"),
+        ("guardian", {"beta": 0}, "beta must be positive and finite, got 0"),
+        ("guardian", {"probes": 0}, "probes must be at least 1, got 0"),
+        ("censor", {"trials": 0}, "trials must be at least 1, got 0"),
+        ("hide-top", {"share": 0}, r"share must lie in \(0, 1\], got 0"),
+        ("paired-noise", {"scale": 0}, "scale must be positive and finite, got 0"),
     ],
 )
 def test_bad_values_are_refused(name, table, words):
@@ -405,6 +517,61 @@ def test_in_a_round_every_client_defends_itself_and_the_truth_stays_what_it_was(
         )
 
 
+class Told(Silent):
+    """Notes what it is told in every step and at the end, and leaves a letter."""
+
+    def __init__(self) -> None:
+        self.steps: list[Here] = []
+        self.ends: list[Here] = []
+        self.found: list[list[str]] = []
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        self.steps.append(here)
+        return gradient
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        self.ends.append(here)
+        self.found.append(sorted(here.among.letters))
+        here.among.letters[f"from {here.among.client}"] = torch.tensor(here.round)
+        return update
+
+
+def test_a_defence_is_told_its_place_among_the_clients_of_the_round(model, easy):
+    told = Told()
+    training = LocalTraining(lr=0.1, batch_size=4, epochs=1)
+    options = {"clients": 4, "participants": 3, "records": 4, "rounds": 1}
+    simulate(Scenario(lambda: model, easy, training, defence=told, **options), seeded())
+    places = [(here.among.client, here.among.clients, here.round) for here in told.ends]
+    assert places == [(k, 3, r) for r in range(2) for k in range(3)]
+    assert all(here.among.weight == pytest.approx(1 / 3) for here in told.ends)
+    # Each client reads those of lower number, of this round alone.
+    assert told.found == [[], ["from 0"], ["from 0", "from 1"]] * 2
+    assert all(here.local is None for here in told.ends)
+
+
+def test_a_defence_is_told_what_a_local_step_is_computed_from(model, batch):
+    """With these values, in these modes, these records have the gradient that it was given."""
+    told = Told()
+    training = LocalTraining(lr=0.5, batch_size=4, steps=3, batch_norm="train")
+    before = copy.deepcopy(model.state_dict())
+    update = train(setting(model, batch), batch, training, seeded(), told).update
+    sums = scale(update, 0.0)
+    for step, here in enumerate(told.steps):
+        local = here.local
+        assert local is not None
+        assert (here.step, local.training) == (step, training)
+        assert torch.equal(local.batch.inputs, batch.inputs[4 * step : 4 * step + 4])
+        assert torch.equal(local.batch.labels, batch.labels[4 * step : 4 * step + 4])
+        for name, value in parameters(model).items():
+            torch.testing.assert_close(local.values[name], value - sums[name])
+        moved = copy.deepcopy(model)
+        moved.load_state_dict(local.values)
+        once = train(setting(moved, local.batch), local.batch, replace(training, steps=1), seeded())
+        sums = {name: sums[name] + once.update[name] for name in sums}
+    torch.testing.assert_close(sums, update)
+    assert same(dict(model.state_dict()), dict(before))
+
+
 # --- randomness of their own -------------------------------------------------------------------
 
 
@@ -461,6 +628,40 @@ def test_what_a_defence_draws_moves_no_record(model, easy):
         assert same(one, other)
     plain = simulate(federation(model, easy, None), seeded())
     assert same(plain.after, rounds[1].after)
+
+
+class Watching(Silent):
+    """Changes nothing, and notes the records of every local step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Batch] = []
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        assert here.local is not None
+        self.steps.append(here.local.batch)
+        return gradient
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_every_defence_sees_the_same_records_in_the_same_order(defence, model, easy):
+    plain, watched = Watching(), Watching()
+    rounds = [
+        simulate(federation(model, easy, one, rounds=1), seeded())
+        for one in (plain, Chain((watched, defence)))
+    ]
+    assert len(plain.steps) == len(watched.steps) == 12  # 2 rounds × 3 clients × 2 steps
+    for one, other in zip(plain.steps, watched.steps, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.labels, other.labels)
+    for one, other in zip(*(round_.truths for round_ in rounds), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("defence", SAMPLES, ids=str)
+def test_a_federation_under_a_defence_is_the_same_for_one_seed(defence, model, easy):
+    one, other = (simulate(federation(model, easy, defence, rounds=1), seeded()) for _ in "ab")
+    assert all(same(a, b) for a, b in zip(one.updates, other.updates, strict=True))
+    assert all(same(a, b) for a, b in zip(one.memory, other.memory, strict=True))
 
 
 def test_a_defence_draws_anew_for_each_client_and_round_and_the_same_for_one_seed(model, easy):
@@ -586,3 +787,18 @@ def test_what_is_announced_is_what_the_attacker_would_need() -> None:
     assert Prune(0.7).announced() == {"share": 0.7, "scope": "layer"}
     noisy = ClipAndNoise(epsilon=10.0, norm=2.0)
     assert noisy.announced() == {"norm": 2.0, "sigma": noisy.sigma()}
+
+
+def test_what_the_others_announce() -> None:
+    assert TopK(0.2).announced() == {"keep": 0.2, "feedback": True}
+    assert LowRank(3).announced() == {"rank": 3, "feedback": True}
+    assert Quantise(3).announced() == {"bits": 3, "rounding": "stochastic"}
+    assert HideTop(0.3).announced() == {"hidden": 0.3}
+    assert Guardian(2.0).announced() == {"beta": 2.0, "probes": 4}
+    assert Soteria(0.3).announced() == {"columns": 0.3, "layer": "the last linear layer"}
+    assert Soteria(layer="fc1").announced()["layer"] == "fc1"
+
+
+def test_a_chain_announces_what_its_parts_do() -> None:
+    told = {"defences": ({"norm": 1.0, "scope": "whole"}, {"share": 0.7, "scope": "layer"})}
+    assert Chain((Clip(), Prune(0.7))).announced() == told

@@ -17,6 +17,7 @@ from leakgauge.types import LocalTraining, SecureSum, ThreatModel
 
 Table = dict[str, Any]
 NO_DEFENCE = "none"
+CHAIN = "chain"  # of several defences
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,18 @@ from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
 from leakgauge.audit import public as public_records
-from leakgauge.audit.document import NO_DEFENCE, Document, Federation, Table, duration, name_of
+from leakgauge.audit.document import (
+    CHAIN,
+    NO_DEFENCE,
+    Document,
+    Federation,
+    Table,
+    duration,
+    name_of,
+)
 from leakgauge.audit.results import Source
 from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
-from leakgauge.defences import DEFENCES
+from leakgauge.defences import DEFENCES, Chain
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.fl import PARTITIONS, Scenario
@@ -228,7 +236,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         choose(models.MODELS, model, "model")
     choose(models.INITS, federation.init, "initialisation")
     partition = _partition(federation.partition)
-    known = {**DEFENCES, NO_DEFENCE: None}
+    known = {**DEFENCES, CHAIN: Chain, NO_DEFENCE: None}
     defences, _, others = _each("defence", known, document.defence, folder)
     where = "federation.data"
     records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder, where)
@@ -284,7 +292,7 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
 
 
 def _each(
-    what: str, ours: Mapping[str, Any], tables: tuple[Table, ...], folder: Path
+    what: str, ours: Mapping[str, Any], tables: tuple[str | Table, ...], folder: Path
 ) -> tuple[dict[str, Any], dict[str, Restorer], list[Method]]:
     """Instances by name, a name used again with a number; the restorers of attacks, under the name
     of what they restore; and those from outside this package."""
@@ -293,6 +301,11 @@ def _each(
     outside = []
     for table in tables:
         name, options = _name(table, what)
+        if what == "defence" and name == CHAIN:
+            key, chain, others = _chain(options, folder)
+            made[unused(key, made)] = chain
+            outside += others
+            continue
         chosen = options.pop(RESTORE, None) if what == "attack" else None
         method = find(what, name, ours, folder)
         if method.item is None and options:
@@ -309,6 +322,21 @@ def _each(
             outside += [restorer] if restorer.spec else []
         made[unused(key, made)] = found
     return made, restorers, outside
+
+
+def _chain(options: Table, folder: Path) -> tuple[str, Chain, list[Method]]:
+    """Several defences as one, called by the names of its parts."""
+    where = f"defence {CHAIN!r}"
+    for key in options:
+        if key != "defences":
+            raise PlanError(f"{where}: unknown key {key!r}{did_you_mean(key, ['defences'])}")
+    hint = tuple[str | dict[str, Any], ...]
+    tables = convert(options.get("defences", ()), hint, f"{where}.defences")
+    parts, _, outside = _each("defence", {**DEFENCES, CHAIN: Chain}, tables, folder)
+    try:
+        return "+".join(parts), Chain(tuple(parts.values())), outside
+    except ValueError as error:
+        raise PlanError(f"{where}: {error}") from error
 
 
 def _partition(value: str | Table) -> Partition:

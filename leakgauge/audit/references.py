@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS
 from leakgauge.attacks._labels import PAPERS as OF_RULES
-from leakgauge.audit.document import Document
+from leakgauge.audit.document import CHAIN, Document, Table
 from leakgauge.defences import DEFENCES
 from leakgauge.fl.aggregate import PAPER as FEDERATION
 from leakgauge.metrics import METRICS
@@ -33,6 +33,19 @@ def known(document: Document, also: Iterable[str] = ()) -> tuple[Paper, ...]:
         one = (ATTACKS | ACTIVE_ATTACKS).get(str(table.get("name")))
         rule = str(table.get("labels", getattr(one, "labels", "")))
         methods.append(SimpleNamespace(papers=getattr(one, "papers", ()), labels=rule))
-    methods += [DEFENCES.get(str(table.get("name"))) for table in document.defence]
+    methods += [DEFENCES.get(name) for name in _defences(document.defence)]
     methods.append(document.federation.secure)
     return of([*methods, *(METRICS.get(name) for name in document.audit.metrics)])
+
+
+def _defences(tables: Iterable[str | Table]) -> list[str]:
+    """Their names, of a chain those of its parts."""
+    names: list[str] = []
+    for table in tables:
+        if isinstance(table, str):
+            names.append(table)
+        elif table.get("name") == CHAIN:
+            names += _defences(table.get("defences", ()))
+        else:
+            names.append(str(table.get("name")))
+    return names

@@ -22,11 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from leakgauge.errors import InputError
 from leakgauge.tensors import parameters, spawned, subtract
 from leakgauge.types import (
+    Among,
     Batch,
     BatchDefence,
     Defence,
     GradientDefence,
     Here,
+    Local,
     LocalTraining,
     Memory,
     Named,
@@ -253,13 +255,14 @@ def train(
     defence: Defence | None = None,
     *,
     round_: int = 0,
-    client: int = 0,
     memory: Memory | None = None,
+    among: Among | None = None,
 ) -> Trained:
     """Run local training on a client's records; the model itself is left untouched. The defence
-    draws from a generator of its own, and may change `memory`."""
-    here = Here(setting, round_, memory={} if memory is None else memory)
-    own = spawned(rng, f"defence/{round_}/{client}")
+    draws from a generator of its own, and may change `memory` and the letters of `among`."""
+    among = among or Among()
+    here = Here(setting, round_, memory={} if memory is None else memory, among=among)
+    own = spawned(rng, f"defence/{round_}/{among.client}")
     if isinstance(defence, BatchDefence):
         batch = defence.on_batch(batch, here, own)
     before = parameters(setting.model)
@@ -272,9 +275,8 @@ def train(
     for step, chosen in enumerate(minibatches(len(batch), training, rng)):
         weights = [w.detach().requires_grad_() for w in state.weights]
         values = dict(zip(names, weights, strict=True)) | buffers
-        objective = attempt(
-            live, values, batch.inputs[chosen], batch.labels[chosen], training, step
-        )
+        part = Batch(batch.inputs[chosen], batch.labels[chosen])
+        objective = attempt(live, values, part.inputs, part.labels, training, step)
         gradient: Sequence[Tensor] = torch.autograd.grad(
             objective,
             weights,
@@ -282,7 +284,9 @@ def train(
         )
         if isinstance(defence, GradientDefence):
             named = dict(zip(names, gradient, strict=True))
-            shielded = defence.on_gradient(named, replace(here, step=step), own)
+            seen = {name: value.detach().clone() for name, value in values.items()}
+            local = Local(live, training, part, seen)
+            shielded = defence.on_gradient(named, replace(here, step=step, local=local), own)
             gradient = [shielded[name] for name in names]
         with torch.no_grad():
             state = advance(state, gradient, training)

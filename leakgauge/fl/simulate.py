@@ -18,6 +18,7 @@ from leakgauge.fl.partition import Iid, Partition
 from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.tensors import check_like, parameters, spawned
 from leakgauge.types import (
+    Among,
     Batch,
     Dataset,
     Defence,
@@ -121,10 +122,12 @@ def _trained(planned: Round, memory: Sequence[Memory], rng: torch.Generator) -> 
     statistics) of the next global model."""
     clients = range(len(planned.truths))
     sent = planned.sent or (planned.model,) * len(clients)
+    letters: Memory = {}
     trained = [
         train(
             replace(planned.setting, model=sent[k]), planned.truths[k], planned.training, rng,
-            planned.defence, round_=planned.index, client=k, memory=memory[k],
+            planned.defence, round_=planned.index, memory=memory[k],
+            among=Among(k, len(clients), planned.weights[k], letters),
         )
         for k in clients
     ]  # fmt: skip

@@ -1,0 +1,86 @@
+"""Several defences, one after the other: each changes what the one before it left.
+
+    u ← D_n(… D_2(D_1(u)))    at every hook: the records, each step's gradient, the update
+
+Each has a memory, letters and randomness of its own: what one draws is the same whatever the others
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from leakgauge.papers import Paper
+from leakgauge.tensors import seeded
+from leakgauge.types import (
+    Batch,
+    BatchDefence,
+    Defence,
+    GradientDefence,
+    Here,
+    Memory,
+    Named,
+    UpdateDefence,
+)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Several defences, one after the other."""
+
+    defences: tuple[Defence, ...]
+
+    def __post_init__(self) -> None:
+        if not self.defences:
+            raise ValueError("defences must name at least one defence, got none")
+
+    @property
+    def papers(self) -> tuple[Paper, ...]:
+        return tuple(p for defence in self.defences for p in getattr(defence, "papers", ()))
+
+    def announced(self) -> dict[str, object]:
+        return {"defences": tuple(defence.announced() for defence in self.defences)}
+
+    def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
+        for one, place, own in self._each(here, rng):
+            if isinstance(one, BatchDefence):
+                batch = one.on_batch(batch, place, own)
+        return batch
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        for one, place, own in self._each(here, rng):
+            if isinstance(one, GradientDefence):
+                gradient = one.on_gradient(gradient, place, own)
+        return gradient
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        for one, place, own in self._each(here, rng):
+            if isinstance(one, UpdateDefence):
+                update = one.on_update(update, place, own)
+        return update
+
+    def _each(
+        self, here: Here, rng: torch.Generator
+    ) -> Iterator[tuple[Defence, Here, torch.Generator]]:
+        """Each defence, what it sees, and what it draws from."""
+        seed = int(torch.randint(2**62, (), generator=rng))
+        for number, one in enumerate(self.defences):
+            prefix = f"{number}/"
+            among = here.among
+            with _part(here.memory, prefix) as memory, _part(among.letters, prefix) as letters:
+                place = replace(here, memory=memory, among=replace(among, letters=letters))
+                yield one, place, seeded(seed, number)
+
+
+@contextmanager
+def _part(whole: Memory, prefix: str) -> Iterator[Memory]:
+    """The entries below a prefix, as a memory of their own; what becomes of it is kept."""
+    part = {k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)}
+    yield part
+    for key in [k for k in whole if k.startswith(prefix)]:
+        del whole[key]
+    whole.update({prefix + key: value for key, value in part.items()})

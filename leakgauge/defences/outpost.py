@@ -1,0 +1,85 @@
+"""OUTPOST: noise and pruning where the risk is, in ever fewer steps (F. Wang, E. Hugh, B. Li, "More
+than Enough is Too Much: Adaptive Defenses against Gradient Leakage in Production Federated
+Learning", IEEE INFOCOM 2023 and IEEE/ACM Transactions on Networking 2024,
+https://doi.org/10.1109/TNET.2024.3377655).
+
+Local step t of a round (t = 0, 1, …) is defended with probability 1 / (1 + β·t). Then
+
+    risk_l = min(var(w_l), 1)                        of each tensor l of the weights
+    g_l ← prune(g_l) + N(0, (λ·risk_l)²) · mask_l    prune: the smallest `prune` of |g_l| become 0
+
+where the mask is 1 on the share φ of the whole gradient with the largest g² (the diagonal of the
+empirical Fisher information).
+
+Differs from the paper: t starts at 0, so that the first step, which is all of FedSGD, is always
+defended; public code counts from 1 and sends every ninth as it is. The Fisher information is of
+single entries, not of means over the first dimension of a tensor. One public implementation
+computes the defended gradient and then returns the one it was given; a test asserts that this one
+does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from leakgauge.defences._local import local_step
+from leakgauge.defences.prune import largest
+from leakgauge.papers import Paper
+from leakgauge.ranges import FROM_0, SHARE, option
+from leakgauge.types import Here, Named
+
+PAPER = Paper(
+    "wang2024",
+    "Wang, Fei and Hugh, Ethan and Li, Baochun",
+    "More Than Enough is Too Much: Adaptive Defenses Against Gradient Leakage in Production "
+    "Federated Learning",
+    2024,
+    "IEEE/ACM Transactions on Networking",
+    "https://doi.org/10.1109/TNET.2024.3377655",
+    kind="article",
+)
+
+
+@dataclass(frozen=True)
+class Outpost:
+    """Prunes each step and adds noise where it tells most, in ever fewer steps."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    prune: float = option(0.8, SHARE)
+    noise: float = option(0.8, FROM_0)
+    top: float = option(0.4, SHARE)
+    decay: float = option(0.125, FROM_0)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prune < 1:
+            raise ValueError(f"prune must lie in [0, 1), got {self.prune}")
+        for name, value in (("noise", self.noise), ("decay", self.decay)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        if not 0 < self.top <= 1:
+            raise ValueError(f"top must lie in (0, 1], got {self.top}")
+
+    def announced(self) -> dict[str, object]:
+        return {"prune": self.prune, "noise": self.noise, "top": self.top, "decay": self.decay}
+
+    def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
+        weights = local_step(here, "outpost").values
+        if float(torch.rand((), generator=rng)) >= 1 / (1 + self.decay * here.step):
+            return {name: g.clone() for name, g in gradient.items()}
+        fisher = torch.cat([g.flatten() for g in gradient.values()]).square()
+        masks = torch.split(largest(fisher, 1 - self.top), [g.numel() for g in gradient.values()])
+        defended = {}
+        for (name, g), mask in zip(gradient.items(), masks, strict=True):
+            noise = torch.randn(g.shape, generator=rng, dtype=g.dtype) * mask.view_as(g)
+            pruned = g * largest(g.flatten(), self.prune).view_as(g)
+            defended[name] = pruned + self.noise * risk(weights[name]) * noise
+        return defended
+
+
+def risk(weights: Tensor) -> float:
+    """The spread of a tensor's weights, 1 at most: wide weights make inversion easier."""
+    return min(float(weights.var(correction=int(weights.numel() > 1))), 1.0)
