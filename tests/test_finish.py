@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import leakgauge as lg
-from leakgauge.attacks._finish import finish, stored
+from leakgauge.attacks import _finish
+from leakgauge.attacks._finish import finish, levelled, stored
+from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
 from leakgauge.records import Images
@@ -102,7 +104,34 @@ def test_pixels_of_8_bits_tell_the_contrast() -> None:
     begin = 0.9 * blurred(truth)
     one = [torch.arange(4)]
     found, _ = finish([trace], one, NODE, values(trace, truth), begin, RECORD, free_scale=True)
-    assert off(found, truth) < 2e-3
+    assert off(found, truth) < 2e-6  # as they were stored
+
+
+def test_pixels_are_set_to_their_levels_only_without_a_doubt() -> None:
+    pixels = (RECORD.leaving(images(4)).clamp(0, 1) * 255).round() / 255
+    truth = RECORD.entering(pixels)
+    rng = torch.Generator().manual_seed(3)
+    noise = torch.randn(truth.shape, generator=rng) / 255 / 0.25  # a level, as it enters
+    assert off(levelled(truth + 0.05 * noise, RECORD), truth) < 1e-6
+    doubtful = truth + 0.15 * noise
+    assert torch.equal(levelled(doubtful, RECORD), doubtful)
+    assert torch.equal(levelled(images(4), RECORD), images(4))
+
+
+def test_activations_that_single_no_image_out_give_a_smooth_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Known to a few per cent, they are met about as well by rough images."""
+    trace, truth = Trace(network(0), SHAPE, train=True), images(4)
+    value = values(trace, truth)
+    rng = torch.Generator().manual_seed(4)
+    value = value + 0.3 * (value > 0) * torch.randn(value.shape, generator=rng).double()
+    begin, one = blurred(truth), [torch.arange(4)]
+    found, misfits = finish([trace], one, NODE, value, begin, RECORD, free_scale=True)
+    assert misfits.min() > 1e-5
+    monkeypatch.setattr(_finish, "EXACT", 1.0)
+    rough, _ = finish([trace], one, NODE, value, begin, RECORD, free_scale=True)
+    assert total_variation(found) < total_variation(rough)
 
 
 def test_contrast_is_read_from_pixels_of_8_bits_alone() -> None:

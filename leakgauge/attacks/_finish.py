@@ -75,21 +75,27 @@ def finish(
     misses = _Misses(traces, groups, node, value, free_scale)
     _check(groups, value, start)
     begin = start.detach().float()
-    found, used = _searched(misses, begin, evaluations, go_on)
-    with torch.no_grad():
-        inexact = float(misses.by_record(found).median()) > EXACT
-    if inexact and go_on(math.inf):
-        found = begin
-        for weight in SMOOTH:
-            found, _ = _searched(misses, found, -(-evaluations // len(SMOOTH)), go_on, weight)
-        used = evaluations
+    time_left = True
+
+    def going_on(misfit: float) -> bool:
+        nonlocal time_left
+        time_left = time_left and go_on(misfit)
+        return time_left
+
+    found, used = _searched(misses, begin, evaluations, going_on)
     with torch.no_grad():
         each = misses.by_record(found)
     lost = each > max(LOST * float(each.median()), LOST * ROUNDING)
-    if lost.any() and used < evaluations and go_on(float(each @ misses.shares)):
+    if lost.any() and used < evaluations and time_left:
         # What no image explains drowns the others: they go on without it.
         misses.shares = misses.shares.masked_fill(lost, 0.0)
-        found, _ = _searched(misses, found, evaluations - used, go_on)
+        found, _ = _searched(misses, found, evaluations - used, going_on)
+        with torch.no_grad():
+            each = misses.by_record(found)
+    if time_left and float(each[~lost].median()) > EXACT:
+        found = begin
+        for weight in SMOOTH:
+            found, _ = _searched(misses, found, -(-evaluations // len(SMOOTH)), going_on, weight)
     with torch.no_grad():
         found = _contrasted(misses, found, start.float(), record)
         return found, misses.by_record(found)
