@@ -43,7 +43,7 @@ from leakgauge.types import Named, Resources
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
-ROUGH = 0.3  # both for several steps, of which all but the first had other weights
+ROUGH = 0.03  # both for several steps, of which all but the first had other weights
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
 RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
