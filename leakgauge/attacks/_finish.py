@@ -19,7 +19,8 @@ for the norm's ε. Two things tell a:
    other they are spread evenly between two of them. Where they clearly are such numbers, the images
    found are those, without what the search left of rounding.
 2. Where they are not, the start: a decoder's image is about the mean of all images with such
-   activations, so that what it lacks is orthogonal to it, and a = ‖d‖²/⟨d, x⟩.
+   activations, so that what it lacks is orthogonal to it, and a = ‖d‖²/⟨d, x⟩; or less, so that
+   pixels stay between black and white.
 """
 
 from __future__ import annotations
@@ -214,9 +215,20 @@ def _contrasted(misses: _Misses, found: Tensor, start: Tensor, record: Images) -
             d, x = start[group], found[group]
             share = float((d * d).sum() / (d * x).sum())
             if share > 0:
-                found[group] = stored(share * x, record) * share * x
+                x = share * x
+                x = x * min(1.0, _room(x, record))
+                found[group] = stored(x, record) * x
         found[group] = levelled(found[group], record)
     return found
+
+
+def _room(images: Tensor, record: Images) -> float:
+    """The largest factor by which these images, as they enter the model, stay between black and
+    white, but for a thousandth of their pixels; at least a half."""
+    zero = record.leaving(torch.zeros_like(images)).double()
+    steps = record.leaving(images).double() - zero
+    most = torch.where(steps > 0, 1 - zero, zero) / steps.abs().clamp_min(1e-9)
+    return max(0.5, float(most.flatten().kthvalue(1 + most.numel() // 1000).values))
 
 
 def spread(levels: Tensor) -> float:
@@ -234,20 +246,26 @@ def levelled(images: Tensor, record: Images) -> Tensor:
 
 
 def stored(images: Tensor, record: Images) -> float:
-    """The factor near 1 by which these images, as they enter the model, have pixels of 8 bits; 1 if
-    none makes them so."""
+    """The factor nearest to 1 by which these images, as they enter the model, have pixels of 8
+    bits; 1 if none makes them so. Pictures of few levels have several such factors."""
     zero = 255 * record.leaving(torch.zeros_like(images)).double().flatten()
     steps = 255 * record.leaving(images).double().flatten() - zero
 
     def far(share: float) -> float:
-        return spread(zero + share * steps)
+        levels = zero + share * steps
+        outside = float(levels.max()) > 256 or float(levels.min()) < -1
+        return math.inf if outside else spread(levels)
 
     reach = float(steps.square().mean().sqrt().clamp_min(1.0))
     # Pixels are about `reach` levels from where contrast leaves them: shares an eighth of a level
     # apart there miss no minimum.
     count = min(int(8 * NEAR * reach) + 1, 4000)
     shares = [1 + NEAR * (k / count) for k in range(-count, count + 1)]
-    share = min(shares, key=far)
+    near = [share for share in shares if far(share) < EVEN]
+    if not near:
+        return 1.0
+    share = min(near, key=lambda share: abs(share - 1))
+    share = min((one for one in near if abs(one - share) < 2 * NEAR / count), key=far)
     for _ in range(4):  # least squares to the levels next to them
         levels = (zero + share * steps).round()
         share = float(((levels - zero) * steps).sum() / steps.square().sum().clamp_min(1e-30))

@@ -41,7 +41,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class Censor:
-    """Steps at right angles to the gradient, the best way of several."""
+    """Steps at right angles to the gradient, the best of several."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     trials: int = option(20, count(100_000))

@@ -53,7 +53,7 @@ STEP = 0.01  # of a difference, in standard deviations of the records
 
 @dataclass(frozen=True)
 class Guardian:
-    """Adds the noise that bounds a reconstruction at the least cost (our reading)."""
+    """Adds noise that bounds reconstructions (our reading)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     beta: float = option(1.0, POSITIVE)

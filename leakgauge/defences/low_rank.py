@@ -40,7 +40,7 @@ START = "start/"
 
 @dataclass(frozen=True)
 class LowRank:
-    """Sends each matrix of the update with so low a rank, and the rest in later rounds."""
+    """Sends matrices of low rank, the rest in later rounds."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     rank: int = option(2, count(100_000))

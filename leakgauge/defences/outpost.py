@@ -46,7 +46,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class Outpost:
-    """Prunes each step and adds noise where it tells most, in ever fewer steps."""
+    """Prunes and adds noise where it tells most, ever less often."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     prune: float = option(0.8, SHARE)

@@ -31,7 +31,7 @@ from leakgauge.types import Here, Named
 
 @dataclass(frozen=True)
 class PairedNoise:
-    """Adds noise in proportion to each entry, which the next client takes away."""
+    """Adds noise that the next client takes away."""
 
     papers: ClassVar[tuple[Paper, ...]] = (FAN2025,)
     scale: float = option(1.0, POSITIVE)

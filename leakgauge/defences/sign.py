@@ -36,7 +36,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class Sign:
-    """Sends the sign of every entry, and one magnitude for each tensor."""
+    """Sends the sign of every entry, one size for each tensor."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
 

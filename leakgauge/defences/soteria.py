@@ -48,7 +48,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class Soteria:
-    """Hides the columns of one linear layer that tell most of the record."""
+    """Hides the columns of a layer that tell most of a record."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     share: float = option(0.8, SHARE)

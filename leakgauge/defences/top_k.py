@@ -37,7 +37,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class TopK:
-    """Sends the largest entries of the update, and the others in later rounds."""
+    """Sends the largest entries now, the others in later rounds."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     keep: float = option(0.01, SHARE)
