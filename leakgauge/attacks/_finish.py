@@ -94,9 +94,10 @@ def finish(
         with torch.no_grad():
             each = misses.by_record(found)
     if time_left and float(each[~lost].median()) > EXACT:
-        found = begin
+        smooth = begin
         for weight in SMOOTH:
-            found, _ = _searched(misses, found, -(-evaluations // len(SMOOTH)), going_on, weight)
+            smooth, _ = _searched(misses, smooth, -(-evaluations // len(SMOOTH)), going_on, weight)
+        found = smooth if time_left else found  # not one that the time cut short
     with torch.no_grad():
         found = _contrasted(misses, found, start.float(), record)
         return found, misses.by_record(found)
