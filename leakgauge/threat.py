@@ -37,8 +37,10 @@ from leakgauge.fl.statistics import batch_statistics
 from leakgauge.tensors import check_like, subtract
 from leakgauge.types import (
     Actor,
+    Answered,
     Attack,
     Batch,
+    Defence,
     Exchange,
     Kept,
     Knowledge,
@@ -110,6 +112,16 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
         announced=exchange.announced if told else None,
         **_truths(exchange, threat),
     )
+
+
+def adapted(seen: Observation, defence: Defence | None) -> Observation:
+    """What the attacker holds once it has done what one does who knows this defence: its rule and
+    its numbers, never its memory or its randomness. Unchanged where there is no defence, where it
+    says no way, or where the attacker was not told of it."""
+    if seen.announced is None or not isinstance(defence, Answered):
+        return seen
+    answer = defence.answered(seen)
+    return replace(seen, update=answer.update, answer=answer)
 
 
 def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:

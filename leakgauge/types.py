@@ -190,7 +190,8 @@ class Observation(_Set):
     `update` is before − after: of one client (server), or of the whole round (aggregate, client).
     `kept` is what the attack kept when it was prepared; the model is then what a malicious server
     sent (to the victim, where each client got its own; to the first one behind an aggregate).
-    `announced` is what the clients' defence tells of itself, known with the training.
+    `announced` is what the clients' defence tells of itself, known with the training. `answer` is
+    what its attacker makes of knowing that defence (threat.adapted); `update` is then the answer's.
     """
 
     update: Named
@@ -201,6 +202,7 @@ class Observation(_Set):
     statistics: Statistics | None = None
     kept: Kept | None = None
     announced: Mapping[str, object] | None = None
+    answer: Answer | None = None
 
 
 class Keeps(Protocol):
@@ -417,6 +419,33 @@ class Here:
     memory: Memory = field(default_factory=dict)
     among: Among = field(default_factory=Among)
     local: Local | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an attacker does who knows a defence; `words` say it in one sentence.
+
+    `update` is the update as far as it can be told from what was sent. It is `restored` if there is
+    a way to tell more than what was sent, whether or not it told more here. Attacks that match
+    updates compare `through(candidate's update)` with `through(update)`: what the defence would
+    have left of the candidate with what it left of the truth. `again` is what would have been sent
+    of that update had chance been another: it tells how much of a distance is noise. `whole` is
+    False where a part of several defences says no way.
+    """
+
+    words: str
+    update: Named
+    restored: bool = False
+    whole: bool = True
+    through: Callable[[Named], Named] | None = None
+    again: Callable[[torch.Generator], Named] | None = None
+
+
+@runtime_checkable
+class Answered(Protocol):
+    """A defence that says what an attacker does who knows it."""
+
+    def answered(self, seen: Observation) -> Answer: ...
 
 
 class Announces(Protocol):

@@ -123,14 +123,14 @@ class Engine:
         self._model.requires_grad_(False)
         self._setting = replace(seen.setting, model=self._model)
         named = {n: p.detach() for n, p in self._model.named_parameters() if n in seen.update}
-        self._names, self._weights = list(named), list(named.values())
+        self.names, self._weights = list(named), list(named.values())
         self._size = float(dot(self._weights, self._weights).sqrt())
         self._buffers = dict(self._model.named_buffers())
         self._steps = minibatches(records, training)
         # What is observed, in units of a gradient, whatever the number of steps.
         unit = 1 / (training.lr * len(self._steps))
-        self.target = [seen.update[n].to(self.device, dtype) * unit for n in self._names]
-        self._unit = unit
+        self.target = [seen.update[n].to(self.device, dtype) * unit for n in self.names]
+        self.unit = unit
         self._errors = None if errors is None else errors.to(self.device, dtype)
         self._gates = [Gate() for _ in self._steps]
         self._single = len(self._steps) == 1 and training.optimiser == "sgd"
@@ -155,7 +155,7 @@ class Engine:
 
     def _try_double(self, seen: Observation) -> None:
         """Refuse a model that cannot be run in float64."""
-        values = dict(zip(self._names, self._weights, strict=True)) | self._buffers
+        values = dict(zip(self.names, self._weights, strict=True)) | self._buffers
         blank = torch.zeros(
             len(self._steps[0]), *seen.record.shape, dtype=self.dtype, device=self.device
         )
@@ -186,7 +186,7 @@ class Engine:
             objective = self._loss(weights, inputs, labels)
             return self._decayed(_apart(_grad(objective, weights)))
         state = self._unroll(inputs, labels)[-1]
-        return [u * self._unit for u in state.moved]
+        return [u * self.unit for u in state.moved]
 
     def slope(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope:
         """D and its derivative at the candidates. Labels are classes (N,) or probabilities (N, C);
@@ -316,7 +316,7 @@ class Engine:
     def _loss(
         self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, step: int = 0
     ) -> Tensor:
-        values = dict(zip(self._names, weights, strict=True)) | self._buffers
+        values = dict(zip(self.names, weights, strict=True)) | self._buffers
         if self._errors is not None:
             return (self._errors * logits(self._setting, values, inputs, self.training, step)).sum()
         return loss(self._setting, values, inputs, labels, self.training, step)
@@ -405,10 +405,10 @@ class Engine:
     def _compared(self, last: State, distance: Distance) -> tuple[Tensor, list[Tensor]]:
         """D at the end of the local training, and its derivative by that state's tensors: only the
         accumulated update enters D."""
-        value, v = distance([u * self._unit for u in last.moved], self.target)
+        value, v = distance([u * self.unit for u in last.moved], self.target)
         zeros = [torch.zeros_like(t) for t in last.tensors()]
         n = len(self._weights)
-        return value, zeros[:n] + [d * self._unit for d in v] + zeros[2 * n :]
+        return value, zeros[:n] + [d * self.unit for d in v] + zeros[2 * n :]
 
     def _unrolled(self, inputs: Tensor, labels: Tensor, distance: Distance, replay: bool) -> Slope:
         *states, last = self._unroll(inputs, labels, replay)

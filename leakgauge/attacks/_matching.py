@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeAlias
@@ -27,6 +27,7 @@ from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
 from leakgauge.records import pictures
 from leakgauge.types import (
+    Answer,
     Knowledge,
     LocalTraining,
     Observation,
@@ -41,6 +42,8 @@ Schedule: TypeAlias = Callable[[float], float]
 Prior: TypeAlias = tuple[Callable[[Tensor], Tensor], Schedule]
 """A penalty on images and its weight over the run."""
 
+ADAPTED = "adapted"  # the fact that candidates were compared as one does who knows the defence
+ROUGH = 0.05  # mean difference of neighbouring values of small photographs
 IMPROVED = 1e-4  # relative fall of the best objective that counts as progress for `patience`
 
 
@@ -297,6 +300,10 @@ def match(
         errors=errors,
         trust=trust,
     )
+    compared = distance
+    if seen.answer:
+        compared = _adapted(distance, seen.answer, engine)
+        priors = (*priors, *_smooth(distance, seen.answer, engine, rng))
     deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
     done = 0
 
@@ -317,7 +324,7 @@ def match(
             free.append(torch.randn(records, seen.task.count, generator=rng))
         problem = _Problem(
             engine=engine,
-            distance=distance,
+            distance=compared,
             labels=labels.to(engine.device) if labels is not None else None,
             priors=priors,
             space=space,
@@ -360,8 +367,75 @@ def match(
         stopped=first_of(ends),
         differed=engine.differed,
         notes=(*engine.notes, *notes),
-        facts={"derivative": engine.mode},
+        facts={"derivative": engine.mode} | ({ADAPTED: True} if seen.answer else {}),
     )
+
+
+def _left(update: Sequence[Tensor], answer: Answer, engine: Engine) -> list[Tensor]:
+    """What a defence leaves of an update, both in units of a gradient."""
+    if answer.through is None:
+        return list(update)
+    named = {n: u / engine.unit for n, u in zip(engine.names, update, strict=True)}
+    passed = answer.through(named)
+    return [passed[n] * engine.unit for n in engine.names]
+
+
+def _smooth(
+    distance: Distance | Phases, answer: Answer, engine: Engine, rng: torch.Generator
+) -> tuple[Prior, ...]:
+    """What an attacker expects of pictures who knows how noisy an update is: the most probable
+    picture, where the distance of the noise alone counts for half a unit of log-likelihood per
+    entry, and neighbouring values differ as those of photographs do, by ROUGH in the mean."""
+    if answer.again is None:
+        return ()
+    aim = _left([t.double() for t in engine.target], answer, engine)
+    sent = answer.again(rng)
+    again = [sent[n].to(engine.device, torch.float64) * engine.unit for n in engine.names]
+    one = distance.at(0.0) if isinstance(distance, Phases) else distance
+    noise = float(one([a.clone() for a in _left(again, answer, engine)], aim)[0])
+    weight = 2 * noise / (sum(a.numel() for a in again) * ROUGH)
+    return ((_variation, constant(weight)),)
+
+
+def _variation(images: Tensor) -> Tensor:
+    """Differences between neighbours, summed over all images."""
+    return sum((images.diff(dim=d).abs().sum() for d in (-2, -1)), images.new_zeros(()))
+
+
+def _adapted(distance: Distance | Phases, answer: Answer, engine: Engine) -> Distance | Phases:
+    """The distance as an attacker takes it who knows the defence: between what that leaves of a
+    candidate's update and what it left of the true one."""
+    if answer.through is None:
+        return distance
+    aim = _left([t.double() for t in engine.target], answer, engine)
+
+    def adapted(one: Distance) -> Distance:
+        def by(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            leaves = [g.detach().requires_grad_() for g in guess]
+            with torch.enable_grad():
+                passed = _left(leaves, answer, engine)
+            value, v = one(
+                [p.detach().clone() for p in passed],
+                [a.to(p.dtype) for a, p in zip(aim, passed, strict=True)],
+            )
+            moving = [(p, d) for p, d in zip(passed, v, strict=True) if p.requires_grad]
+            slopes = torch.autograd.grad(
+                [p for p, _ in moving], leaves, [d for _, d in moving], materialize_grads=True
+            )
+            return value, [s.clone() for s in slopes]
+
+        return by
+
+    if not isinstance(distance, Phases):
+        return adapted(distance)
+    known: dict[int, tuple[Distance, Distance]] = {}  # another object begins a new phase
+    phases = distance
+
+    def at(done: float) -> Distance:
+        one = phases.at(done)
+        return known.setdefault(id(one), (one, adapted(one)))[1]
+
+    return Phases(at)
 
 
 def first_of(ends: Collection[Stopped]) -> Stopped:

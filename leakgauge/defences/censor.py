@@ -26,7 +26,7 @@ from torch import Tensor
 from leakgauge.defences._local import copied, local_step, loss_at
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "zhang2025",
@@ -68,6 +68,28 @@ class Censor:
                 chosen, least = tried, found
         assert chosen is not None  # there is one trial at least
         return chosen
+
+    def answered(self, seen: Observation) -> Answer:
+        """What was sent tells of each tensor its length, and one direction in which it is zero: see
+        candidates by these two numbers alone."""
+        ways, others = {}, {}
+        for name, value in seen.update.items():
+            ways[name] = value / value.norm().clamp_min(1e-30)
+            other = orthogonal(value, torch.Generator().manual_seed(0))
+            others[name] = other / other.norm().clamp_min(1e-30)
+
+        def through(one: Named) -> Named:
+            found = {}
+            for name, u in one.items():
+                way, other = ways[name].to(u), others[name].to(u)
+                along = (u * way).sum()
+                length = u.square().sum().add(1e-30).sqrt()
+                found[name] = along * way + length * other
+            return found
+
+        update = {name: value.norm() * others[name] for name, value in seen.update.items()}
+        words = "holds each tensor to be as long as what was sent, and at right angles to it"
+        return Answer(words, update, through=through)
 
 
 def orthogonal(g: Tensor, rng: torch.Generator) -> Tensor:

@@ -17,6 +17,8 @@ import torch
 from leakgauge.papers import Paper
 from leakgauge.tensors import seeded
 from leakgauge.types import (
+    Answer,
+    Answered,
     Batch,
     BatchDefence,
     Defence,
@@ -24,6 +26,7 @@ from leakgauge.types import (
     Here,
     Memory,
     Named,
+    Observation,
     UpdateDefence,
 )
 
@@ -62,6 +65,33 @@ class Chain:
             if isinstance(one, UpdateDefence):
                 update = one.on_update(update, place, own)
         return update
+
+    def answered(self, seen: Observation) -> Answer:
+        """Undo the last first; send candidates through all of them in their order."""
+        answers: list[Answer] = []
+        for one in reversed(self.defences):
+            if isinstance(one, Answered):
+                answers.insert(0, one.answered(seen))
+                seen = replace(seen, update=answers[0].update)
+
+        def through(update: Named) -> Named:
+            for answer in answers:
+                update = answer.through(update) if answer.through else update
+            return update
+
+        update = seen.update
+
+        def again(rng: torch.Generator) -> Named:
+            return self.on_update(update, Here(seen.setting), rng)
+
+        return Answer(
+            "; ".join(answer.words for answer in answers),
+            update,
+            restored=all(answer.restored for answer in answers),
+            whole=len(answers) == len(self.defences) and all(answer.whole for answer in answers),
+            through=through,
+            again=again if any(answer.again for answer in answers) else None,
+        )
 
     def _each(
         self, here: Here, rng: torch.Generator

@@ -20,7 +20,7 @@ import torch
 from leakgauge.ranges import POSITIVE, option
 from leakgauge.tensors import norm as length
 from leakgauge.tensors import scale
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,27 @@ class Clip:
             return clipped(update, self.norm)
         return {name: clipped({name: u}, self.norm)[name] for name, u in update.items()}
 
+    def answered(self, seen: Observation) -> Answer:
+        """Clip what a candidate would have sent by the same rule. What reads the update itself
+        needs its direction alone."""
+        update = seen.update
+
+        def through(one: Named) -> Named:
+            if self.scope == "whole":
+                return shortened(one, self.norm)
+            return {name: shortened({name: u}, self.norm)[name] for name, u in one.items()}
+
+        words = "clips its candidates' updates by the same rule"
+        return Answer(words, update, restored=True, through=through)
+
 
 def clipped(update: Named, norm: float) -> Named:
     """The update, shortened to `norm` if it is longer."""
     return scale(update, min(1.0, norm / max(length(update), 1e-30)))
+
+
+def shortened(update: Named, norm: float) -> Named:
+    """The same as a function that can be differentiated."""
+    size = torch.stack([u.square().sum() for u in update.values()]).sum().sqrt().clamp_min(1e-30)
+    factor = (norm / size).clamp_max(1.0)
+    return {name: u * factor for name, u in update.items()}

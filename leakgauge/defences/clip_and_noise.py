@@ -25,10 +25,11 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from leakgauge.defences.clip import clipped
+from leakgauge.defences._answers import shrunk
+from leakgauge.defences.clip import clipped, shortened
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, Range, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "balle2018",
@@ -72,6 +73,20 @@ class ClipAndNoise:
             name: value + spread * torch.randn(value.shape, generator=rng, dtype=value.dtype)
             for name, value in clipped(update, self.norm).items()
         }
+
+    def answered(self, seen: Observation) -> Answer:
+        """Take from each layer the noise that its singular values cannot hold, and clip what a
+        candidate would have sent."""
+        spread = dict.fromkeys(seen.update, self.sigma() * self.norm)
+        update = shrunk(seen.update, spread)
+        return Answer(
+            "takes away the noise as far as its known size allows, and clips its candidates' "
+            "updates by the same rule",
+            update,
+            restored=True,
+            through=lambda one: shortened(one, self.norm),
+            again=lambda rng: self.on_update(update, Here(seen.setting), rng),
+        )
 
     def sigma(self) -> float:
         """Noise multiplier: the standard deviation for a norm of 1."""

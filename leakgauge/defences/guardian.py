@@ -25,18 +25,19 @@ to first order in x, and knows of no labels: it is no proof for this setting or 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from leakgauge.defences._local import copied, local_step, loss_at
+from leakgauge.fl.local import ready
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import floats
-from leakgauge.tensors import norm
-from leakgauge.types import Here, Local, Named
+from leakgauge.tensors import norm, parameters
+from leakgauge.types import Answer, Batch, Here, Local, Named, Observation
 
 PAPER = Paper(
     "fan2024",
@@ -49,6 +50,7 @@ PAPER = Paper(
     fields=(("pages", "190--198"),),
 )
 STEP = 0.01  # of a difference, in standard deviations of the records
+FLOOR = 0.3  # of the mean noise: an attacker trusts no entry more than if it had that
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,47 @@ class Guardian:
             )
             for name, g in gradient.items()
         }  # fmt: skip
+
+    def answered(self, seen: Observation) -> Answer:
+        """Weigh every entry by the noise that it would have if the records were random."""
+        assert seen.training is not None  # who is not told of it does not know the defence
+        rng = torch.Generator().manual_seed(0)
+        count = seen.records or 1
+        batch = Batch(
+            torch.rand(count, *seen.record.shape, generator=rng),
+            torch.randint(seen.task.count, (count,), generator=rng),
+        )
+        live = replace(seen.setting, model=ready(seen.model, seen.training))
+        values = {**parameters(live.model), **dict(live.model.named_buffers())}
+        local = Local(live, seen.training, batch, values)
+        here = Here(live, local=local)
+        spread = {
+            name: s.sqrt()
+            for name, s in sensitivity(here, local, list(seen.update), self.probes, rng).items()
+        }
+        total = sum(float(s.double().square().sum()) for s in spread.values())
+        mean = math.sqrt(total / sum(s.numel() for s in spread.values())) or 1.0
+        # ‖g′‖² = (1 + β)·‖g‖² in the mean.
+        size = math.sqrt(self.beta / (1 + self.beta) / max(total, 1e-300)) * norm(seen.update)
+
+        def again(rng: torch.Generator) -> Named:
+            return {
+                name: u + size * spread[name] * torch.randn(u.shape, generator=rng)
+                for name, u in seen.update.items()
+            }
+
+        def through(one: Named) -> Named:
+            return {
+                name: u * mean / (spread[name].square() + (FLOOR * mean) ** 2).sqrt().to(u)
+                for name, u in one.items()
+            }
+
+        return Answer(
+            "weighs every entry by the noise that random records would have given it",
+            seen.update,
+            through=through,
+            again=again,
+        )
 
 
 def sensitivity(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from leakgauge.papers import FAN2025, Paper
 from leakgauge.ranges import SHARE, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,24 @@ class HideTop:
     def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         return {name: value * self._small(value.flatten()).view_as(value)
                 for name, value in update.items()}  # fmt: skip
+
+    def answered(self, seen: Observation) -> Answer:
+        """Match what was sent, and hold the rest to be larger."""
+        sent = {name: value != 0 for name, value in seen.update.items()}
+        large = {name: value.abs().max() for name, value in seen.update.items()}
+
+        def through(one: Named) -> Named:
+            return {
+                name: torch.where(
+                    sent[name].to(u.device),
+                    u,
+                    u.sign() * (u.abs() - large[name].to(u)).clamp_max(0),
+                )
+                for name, u in one.items()
+            }
+
+        words = "matches only what was sent, and holds the rest to be larger"
+        return Answer(words, seen.update, through=through)
 
     def _small(self, values: Tensor) -> Tensor:
         """Mask of the entries that are sent; exact under ties. At least one entry is hidden."""

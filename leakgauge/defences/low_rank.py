@@ -24,7 +24,7 @@ from torch import Tensor
 from leakgauge.defences._feedback import hold_back, recalled, with_owed
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "vogels2019",
@@ -70,3 +70,22 @@ class LowRank:
         right = matrix.T @ left
         here.memory[START + name] = right
         return torch.mm(left, right.T).view_as(value)
+
+    def answered(self, seen: Observation) -> Answer:
+        """P·Qᵀ = P·Pᵀ·M: project candidates on the same P, which what was sent tells."""
+        bases = {}
+        for name, value in seen.update.items():
+            if value.dim() > 1:
+                u, s, _ = torch.linalg.svd(value.flatten(1), full_matrices=False)
+                bases[name] = u[:, : self.rank] * (s[: self.rank] > 1e-6 * s[0])
+
+        def through(one: Named) -> Named:
+            return {
+                name: torch.mm(bases[name].to(u), bases[name].to(u).T @ u.flatten(1)).view_as(u)
+                if name in bases
+                else u
+                for name, u in one.items()
+            }
+
+        words = "projects its candidates' updates on the directions that were sent"
+        return Answer(words, seen.update, through=through)

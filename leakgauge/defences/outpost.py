@@ -20,17 +20,19 @@ does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from leakgauge.defences._answers import sent_alone
 from leakgauge.defences._local import local_step
 from leakgauge.defences.prune import largest
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, SHARE, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "wang2024",
@@ -78,6 +80,39 @@ class Outpost:
             pruned = g * largest(g.flatten(), self.prune).view_as(g)
             defended[name] = pruned + self.noise * risk(weights[name]) * noise
         return defended
+
+    def answered(self, seen: Observation) -> Answer:
+        """Leave out what was pruned, and count each tensor by the share of it that is not noise,
+        whose size the weights tell. A step that was not defended has no zeros, and little noise is
+        expected of it."""
+        assert seen.training is not None  # who is not told of it does not know the defence
+        weights = dict(seen.model.named_parameters())
+        left = sent_alone(seen.update)
+        trust, spreads = {}, {}
+        for name, value in seen.update.items():
+            spread = spreads[name] = self.noise * risk(weights[name].detach()) * seen.training.lr
+            energy = float(value.double().square().sum())
+            noise = min(int((value != 0).sum()) * spread**2, energy)
+            defended = bool((value == 0).any())
+            trust[name] = math.sqrt(1 - noise / energy) if energy and defended else 1.0
+        if not any(trust.values()):
+            trust = dict.fromkeys(trust, 1.0)
+
+        def through(one: Named) -> Named:
+            return {name: trust[name] * u for name, u in left(one).items()}
+
+        def again(rng: torch.Generator) -> Named:
+            return {
+                name: u + spreads[name] * torch.randn(u.shape, generator=rng) * (u != 0)
+                for name, u in seen.update.items()
+            }
+
+        return Answer(
+            "leaves out what was pruned, and weighs each layer by what is not noise in it",
+            seen.update,
+            through=through,
+            again=again,
+        )
 
 
 def risk(weights: Tensor) -> float:

@@ -26,7 +26,7 @@ import torch
 
 from leakgauge.papers import FAN2025, Paper
 from leakgauge.ranges import POSITIVE, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,22 @@ class PairedNoise:
                 noisy -= among.letters[f"{among.client - 1}/{name}"] / among.weight
             sent[name] = noisy
         return sent
+
+    def answered(self, seen: Observation) -> Answer:
+        """Weigh every entry by the size of its noise, which is about its own. In a sum of all
+        clients there is no noise."""
+        sizes = {}
+        for name, value in seen.update.items():
+            floor = value.square().mean().sqrt().clamp_min(1e-30)
+            sizes[name] = (value.square() + floor.square()).sqrt() / floor
+
+        def through(one: Named) -> Named:
+            return {name: u / sizes[name].to(u) for name, u in one.items()}
+
+        words = "weighs every entry by the size that its noise has"
+        return Answer(
+            words,
+            seen.update,
+            through=through,
+            again=lambda rng: self.on_update(seen.update, Here(seen.setting), rng),
+        )

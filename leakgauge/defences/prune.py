@@ -13,9 +13,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakgauge.defences._answers import unsent
 from leakgauge.papers import Paper
 from leakgauge.ranges import SHARE, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "lin2018",
@@ -48,6 +49,10 @@ class Prune:
         keep = largest(torch.cat([v.flatten() for v in update.values()]), self.share)
         parts = torch.split(keep, [v.numel() for v in update.values()])
         return {n: v * k.view_as(v) for (n, v), k in zip(update.items(), parts, strict=True)}
+
+    def answered(self, seen: Observation) -> Answer:
+        """Match what was sent; hold the rest to be smaller; complete matrices of known rank."""
+        return unsent(seen)
 
 
 def largest(values: Tensor, share: float) -> Tensor:

@@ -15,15 +15,17 @@ and plus the norm, so that k bits mean 2^k levels; nothing is encoded.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from leakgauge.defences._answers import beyond, shrunk
 from leakgauge.papers import Paper
 from leakgauge.ranges import count, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "alistarh2017",
@@ -65,3 +67,34 @@ class Quantise:
             place = (place + torch.rand(place.shape, generator=rng, dtype=place.dtype)).floor()
         level = place.round().clamp(0, 2**self.bits - 1)
         return torch.add(low, size * level).to(value.dtype)
+
+    def answered(self, seen: Observation) -> Answer:
+        """Take rounding for noise of a known size, and candidates for right that would have been
+        rounded to what was sent."""
+        sent = seen.update
+        steps = {name: float(u.max() - u.min()) / (2**self.bits - 1) for name, u in sent.items()}
+        variance = 1 / 12 if self.rounding == "nearest" else 1 / 6  # of a fraction, evenly spread
+        cleared = shrunk(sent, {name: s * math.sqrt(variance) for name, s in steps.items()})
+        cleared = {n: u - beyond(u, sent[n], steps[n] * self._reach) for n, u in cleared.items()}
+        if self.rounding == "stochastic":
+            words = (
+                "takes the rounding for noise of known size, and takes that away as far as it can"
+            )
+            return Answer(
+                words,
+                cleared,
+                restored=True,
+                again=lambda rng: self.on_update(cleared, Here(seen.setting), rng),
+            )
+
+        def through(one: Named) -> Named:
+            return {name: sent[name].to(u) + beyond(u, sent[name].to(u), steps[name] * self._reach)
+                    for name, u in one.items()}  # fmt: skip
+
+        words = "takes every candidate for right that would have been rounded to what was sent"
+        return Answer(words, cleared, restored=True, through=through)
+
+    @property
+    def _reach(self) -> float:
+        """How far rounding moves a value at most, in steps."""
+        return 0.5 if self.rounding == "nearest" else 1.0

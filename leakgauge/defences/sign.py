@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from leakgauge.papers import Paper
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "bernstein2018",
@@ -32,6 +33,7 @@ PAPER = Paper(
         ("pages", "560--569"),
     ),
 )
+SOFT = 0.3  # of the mean magnitude: below it, what an attacker takes for a sign is graded
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,16 @@ class Sign:
 
     def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
         return {name: value.sign() * value.abs().mean() for name, value in update.items()}
+
+    def answered(self, seen: Observation) -> Answer:
+        """Send a candidate's update through signs that are soft enough to have a slope."""
+
+        def soft(u: Tensor) -> Tensor:
+            size = u.abs().mean().clamp_min(1e-30)
+            return size * u / (u.square() + (SOFT * size).square()).sqrt()
+
+        return Answer(
+            "compares the signs, softened so that they have a slope, of its candidates' updates",
+            seen.update,
+            through=lambda one: {name: soft(u) for name, u in one.items()},
+        )

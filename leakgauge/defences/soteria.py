@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from leakgauge.config import did_you_mean
+from leakgauge.defences._answers import sent_alone
 from leakgauge.defences._local import copied, local_step
 from leakgauge.errors import InputError
 from leakgauge.fl.local import outputs
 from leakgauge.papers import Paper
 from leakgauge.ranges import SHARE, option
 from leakgauge.records import floats
-from leakgauge.types import Here, Local, Named
+from leakgauge.types import Answer, Here, Local, Named, Observation
 
 PAPER = Paper(
     "sun2021",
@@ -70,6 +71,12 @@ class Soteria:
             n: g.index_fill(1, columns, 0.0) if n == name else g.clone()
             for n, g in gradient.items()
         }
+
+    def answered(self, seen: Observation) -> Answer:
+        """Leave the hidden columns out of the comparison."""
+        return Answer(
+            "leaves the columns out that were hidden", seen.update, through=sent_alone(seen.update)
+        )
 
     def _scores(self, local: Local, sent: set[str], step: int) -> tuple[str, Tensor]:
         """The name of the defended weight, and the score of each of its columns."""

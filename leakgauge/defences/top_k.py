@@ -18,11 +18,12 @@ from typing import ClassVar
 
 import torch
 
+from leakgauge.defences._answers import unsent
 from leakgauge.defences._feedback import hold_back, with_owed
 from leakgauge.defences.prune import largest
 from leakgauge.papers import Paper
 from leakgauge.ranges import SHARE, option
-from leakgauge.types import Here, Named
+from leakgauge.types import Answer, Here, Named, Observation
 
 PAPER = Paper(
     "stich2018",
@@ -54,3 +55,7 @@ class TopK:
         sent = {n: v * largest(v.flatten(), 1 - self.keep).view_as(v) for n, v in whole.items()}
         hold_back(whole, sent, here)
         return sent
+
+    def answered(self, seen: Observation) -> Answer:
+        """As with pruning. What is owed from earlier rounds stays in: nobody tells it."""
+        return unsent(seen)

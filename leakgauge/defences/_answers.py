@@ -1,0 +1,175 @@
+"""What attackers do who know a defence: shared by the defences' own answers.
+
+- `shrunk`: of a matrix with Gaussian noise of known size, the estimate with the least squared error
+  that keeps its singular vectors (M. Gavish and D. L. Donoho, "Optimal Shrinkage of Singular
+  Values", IEEE Transactions on Information Theory, 2017). With y = s / (σ√n) for a singular value s
+  of an m × n matrix, m ≤ n, and β = m/n,
+
+      s ← σ√n · √((y² − β − 1)² − 4β) / y   for y > 1 + √β,   else 0
+
+- `completed`: a matrix of known rank is known whole from enough of its entries. The gradient of a
+  linear layer has at most as many ranks as records went through it. Least squares for one factor
+  and the other in turn; what comes out counts only if the entries that were sent are met, and those
+  that were not are as small as the defence says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from leakgauge.fl.local import minibatches
+from leakgauge.types import Answer, Named, Observation
+
+SWEEPS = 300
+MET = 1e-6  # relative error of entries that were sent: the matrix has the rank that was assumed
+LARGEST = 3e8  # multiplications of a sweep: matrices beyond it are left as they are
+SPARE = 1.3  # entries per unknown, at least
+
+
+def shrunk(update: Named, spread: Mapping[str, float]) -> Named:
+    """The update with Gaussian noise of the standard deviation `spread` of each tensor taken away,
+    as far as that is possible."""
+    return {name: _shrunk(value, spread[name]) for name, value in update.items()}
+
+
+def _shrunk(value: Tensor, spread: float) -> Tensor:
+    if spread == 0 or value.numel() == 0:
+        return value.clone()
+    if value.dim() < 2:  # a vector has a length alone: the positive part of James and Stein
+        left = 1 - value.numel() * spread**2 / max(float(value.double().square().sum()), 1e-300)
+        return value * max(left, 0.0)
+    matrix = value.flatten(1).double()
+    short, long = sorted(matrix.shape)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    unit, beta = spread * math.sqrt(long), short / long
+    y = s / unit
+    kept = torch.where(
+        y > 1 + math.sqrt(beta),
+        ((y.square() - beta - 1).square() - 4 * beta).clamp_min(0).sqrt() / y.clamp_min(1e-300),
+        0.0,
+    )
+    return torch.mm(u * (unit * kept), v).to(value.dtype).view_as(value)
+
+
+def ranks(seen: Observation) -> dict[str, int]:
+    """The most ranks that the update of each convolution and linear layer can have: one for each
+    window of each record, each time a step uses it. Only those that are below the weight's own."""
+    if seen.training is None or seen.records is None:
+        return {}
+    views = sum(map(len, minibatches(seen.records, seen.training)))
+    names = {id(p): name for name, p in seen.model.named_parameters()}
+    windows: dict[str, int] = {}
+    hooks = []
+
+    def note(module: nn.Module, _: object, out: Tensor) -> None:
+        name = names[id(module.weight)]
+        places = out[0, 0] if isinstance(module, nn.Conv2d) else out[0, ..., 0]
+        windows[name] = windows.get(name, 0) + places.numel()
+
+    for module in seen.model.modules():
+        plain = isinstance(module, nn.Linear) or (
+            isinstance(module, nn.Conv2d) and module.groups == 1
+        )
+        if plain and id(module.weight) in names:
+            hooks.append(module.register_forward_hook(note))
+    was = seen.model.training
+    try:
+        seen.model.eval()
+        with torch.no_grad():
+            seen.model(seen.record.entering(torch.zeros(1, *seen.record.shape)))
+    finally:
+        seen.model.train(was)
+        for hook in hooks:
+            hook.remove()
+    found = {name: count * views for name, count in windows.items() if name in seen.update}
+    return {n: r for n, r in found.items() if r < min(seen.update[n].flatten(1).shape)}
+
+
+def completed(update: Named, small: Mapping[str, float], most: Mapping[str, int]) -> Named:
+    """The update with the entries that were not sent, which are 0 in it, as far as the rank of each
+    tensor (`most`) tells them. Those of a tensor are at most `small` by magnitude."""
+    whole = dict(update)
+    for name, rank in most.items():
+        found = _completed(update[name].flatten(1).double(), rank, small[name])
+        if found is not None:
+            whole[name] = found.to(update[name].dtype).view_as(update[name])
+    return whole
+
+
+def _completed(sent: Tensor, rank: int, small: float) -> Tensor | None:
+    """The matrix of this rank that has these entries, if they tell it."""
+    known = (sent != 0).double()
+    rows, columns = sent.shape
+    count = int(known.sum())
+    if count == sent.numel() or rows * columns * rank**2 > LARGEST:
+        return None
+    enough = min(float(known.sum(1).min()), float(known.sum(0).min())) > rank
+    if not enough or count < SPARE * rank * (rows + columns - rank):
+        return None
+    size = sent.square().sum().sqrt()
+    u, s, _ = torch.linalg.svd(sent, full_matrices=False)
+    left = u[:, :rank] * s[:rank].sqrt()
+    for _ in range(SWEEPS):
+        right = _fitted(sent.T, known.T, left)
+        left = _fitted(sent, known, right)
+        whole = left @ right.T
+        if float(((whole - sent) * known).square().sum().sqrt()) <= MET * float(size):
+            within = bool((whole * (1 - known)).abs().max() <= 1.01 * small)
+            return torch.where(known.bool(), sent, whole) if within else None
+    return None
+
+
+def _fitted(sent: Tensor, known: Tensor, factor: Tensor) -> Tensor:
+    """For each row, the combination of the factor's columns that meets its known entries best."""
+    normal = torch.einsum("mn,ni,nj->mij", known, factor, factor)
+    ridge = 1e-12 * normal.diagonal(dim1=1, dim2=2).amax(1).clamp_min(1e-300)
+    normal += ridge.view(-1, 1, 1) * torch.eye(factor.shape[1], dtype=factor.dtype)
+    found: Tensor = torch.linalg.solve(normal, (sent @ factor).unsqueeze(-1)).squeeze(-1)
+    return found
+
+
+def beyond(value: Tensor, centre: Tensor, reach: Tensor | float) -> Tensor:
+    """How far a value lies outside of centre ± reach: zero inside."""
+    off = value - centre
+    return off - off.clamp(-reach, reach)  # type: ignore[arg-type]
+
+
+def unsent(seen: Observation) -> Answer:
+    """The answer to a defence that sends the largest entries of each tensor and zeros for the rest:
+    candidates are to meet what was sent, and to be no larger than its smallest where nothing was.
+    """
+    sent = {name: value != 0 for name, value in seen.update.items()}
+    small = {name: _least(value) for name, value in seen.update.items()}
+
+    def through(one: Named) -> Named:
+        return {
+            name: torch.where(
+                sent[name].to(u.device), u, beyond(u, torch.zeros_like(u), small[name])
+            )
+            for name, u in one.items()
+        }
+
+    return Answer(
+        "matches only what was sent, holds the rest to be smaller, and completes layers whose rank "
+        "the number of records tells",
+        completed(seen.update, small, ranks(seen)),
+        restored=True,
+        through=through,
+    )
+
+
+def sent_alone(update: Named) -> Callable[[Named], Named]:
+    """What is left of an update where nothing else than this was sent: its entries that are not
+    zero."""
+    sent = {name: value != 0 for name, value in update.items()}
+    return lambda one: {name: u * sent[name].to(u) for name, u in one.items()}
+
+
+def _least(value: Tensor) -> float:
+    """The smallest magnitude that was sent."""
+    sizes = value[value != 0].abs()
+    return float(sizes.min()) if sizes.numel() else 0.0
