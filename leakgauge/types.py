@@ -234,7 +234,8 @@ class Reconstruction:
 
     `history` is its objective per iteration, `distances` the gradient distance in it; `objectives`
     are those that the restarts ended with after `iterations` in all, `stopped` says why they ended.
-    `differed` is the relative error of a fast derivative that was therefore not used.
+    `differed` is the relative error of a fast derivative that was therefore not used. `adapted`:
+    candidates were compared by what the defence leaves of them.
     """
 
     inputs: Tensor
@@ -246,6 +247,7 @@ class Reconstruction:
     objectives: tuple[float, ...] = ()
     stopped: Stopped = "done"
     differed: float | None = None
+    adapted: bool = False
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -360,6 +360,7 @@ def _trial(
             objectives=(0.01,),
             notes=("the fast derivative was off by 2 % at the start" + text,) if seed == 0 else (),
             facts={"objective": 0.01, "kind": text},
+            adapted=None if defence.startswith("none") else "matches only what was sent" + text,
             images=Pictures(
                 sheet=f"images/{'pool' if pool is not None else 'sheet'}/sheet.png",
                 truths=tuple(pair[0] for pair in shown),

@@ -306,11 +306,17 @@ def test_other_words_are_said_anew(result, version):
 
 def test_a_real_file_of_schema_3_keeps_its_verdict_and_its_numbers(real):
     opened = schema.load(REAL)
-    assert opened.schema == schema.SCHEMA == 4
+    assert opened.schema == schema.SCHEMA == 5
     verdict, old = opened.verdict, real["verdict"]
     for key in ("outcome", "exit_code", "headline", "risk", "records"):
         assert getattr(verdict, key) == old[key]
-    assert (list(verdict.next), list(verdict.sentences)) == (old["next"], old["sentences"])
+    assert list(verdict.sentences) == old["sentences"]
+    # Its attackers did not know the defence, which is said of it now.
+    assert [step for step in verdict.next if step in old["next"]] == [
+        old["next"][0],
+        old["next"][2],
+    ]
+    assert "no attack that was run knows it" in verdict.next[1]
     assert plain(verdict.worst) == old["worst"]
     assert plain(verdict.limit) == old["limit"] | {"scores": {}}
     for kind, one in verdict.kinds.items():
@@ -328,7 +334,8 @@ def test_a_real_file_of_schema_3_keeps_its_verdict_and_its_numbers(real):
             assert row.measured.identified == told["baselines"]["identified"]
             assert (row.measured.risk, row.measured.worst_risk) == tuple(told["risk"].values())
     assert plain(opened.control) == real["control"]
-    assert plain(opened.explanation) == real["explanation"]
+    assert plain(opened.explanation)["rungs"] == real["explanation"]["rungs"]
+    assert "the attack does not know it" in opened.explanation.sentence
     assert [metric.name for metric in opened.metrics] == ["psnr", "ssim"]
     assert opened.plan.audit.gallery == 20
     for trial, told in zip(opened.trials, real["trials"], strict=True):
@@ -433,15 +440,15 @@ def test_thousands_of_trials_are_read_without_looking_at_each_number(result, mon
     assert not [where for where in asked if "history[" in where or "psnr[" in where]
 
 
-@pytest.mark.parametrize("version", [5, 99])
+@pytest.mark.parametrize("version", [6, 99])
 def test_a_newer_version_is_refused_with_the_remedy(result, version):
-    with pytest.raises(InputError, match=f"schema is {version}.*reads up to 4; upgrade"):
+    with pytest.raises(InputError, match=f"schema is {version}.*reads up to 5; upgrade"):
         schema.check(result | {"schema": version})
 
 
 @pytest.mark.parametrize("version", [0, -1])
 def test_a_version_that_never_was_is_refused(result, version):
-    with pytest.raises(InputError, match=f"schema: expected 1 to 4, got {version}"):
+    with pytest.raises(InputError, match=f"schema: expected 1 to 5, got {version}"):
         schema.check(result | {"schema": version})
 
 

@@ -175,7 +175,13 @@ def test_the_rung_that_falls_most_is_named_with_what_is_left() -> None:
         assert "That is no protection" not in explain(*rungs, LEAKS, [hidden]).sentence
     left = explain(*ladder_of(("twin", 150.0), ("defence", 27.0)), LEAKS)
     assert "from over 50 dB to 27.0 dB, still above the limit of 15 dB" in left.sentence
-    assert "does not adapt" in left.sentence
+    assert "the attack does not know it" in left.sentence
+    ladder, found = ladder_of(("twin", 150.0), ("defence", 27.0))
+    knowing = {id_: replace(one, found=Found(1, None, 0.0, adapted="knows"))
+               for id_, one in found.items()}  # fmt: skip
+    assert "still above the limit of 15 dB, from an attacker who knows it." in (
+        explain(ladder, knowing, LEAKS).sentence
+    )
     assert left.rungs[1].change == -23.0  # decibels beyond 50 are no difference
 
 
@@ -349,8 +355,10 @@ BLUR = Metric(lambda guess, truth: (guess - truth).abs().flatten(1).mean(1), "Bl
 
 
 def trial(psnr: float = 9.0, found: float = 0.0, labels: float | None = 0.1, **more: Any) -> Trial:
-    """A finished trial of forty records, all alike: enough for a limit of a tenth."""
+    """A finished trial of forty records, all alike: enough for a limit of a tenth. Its attacker
+    knows the defence unless it is `blind`."""
     count, blur = more.pop("records", 40), more.pop("blur", 0.5)
+    blind = more.pop("blind", more.get("defence", "none") == "none")
     other: dict[str, Any] = {"kind": "trial", "seed": 0} | more
     name = "-".join(str(v) for v in other.values())
     score = Score(
@@ -364,7 +372,7 @@ def trial(psnr: float = 9.0, found: float = 0.0, labels: float | None = 0.1, **m
     given: dict[str, Any] = {
         "id": name, "round": 0, "defence": "none", "attack": "ig", "realism": "realistic",
         "status": "done", "error": None, "times": Times(1.0, 1.0),
-        "found": Found(count, None, 0.0), "score": score,
+        "found": Found(count, None, 0.0, adapted=None if blind else "knows"), "score": score,
     }  # fmt: skip
     return Trial(**(given | other))
 
@@ -533,6 +541,31 @@ def test_each_defence_has_a_verdict_of_its_own() -> None:
     assert "pictures, recognition and labels was below the limit, on 40 records" in use
     assert "cannot tell" not in use
     assert not any("for safe" in step for step in result.verdict.next)
+
+
+def test_a_defence_that_no_attack_knows_is_untested_never_safe() -> None:
+    held = trial(9.0, 0.0, 0.1, defence="clip", blind=True)
+    verdict = audited(held).verdict
+    assert (verdict.outcome, verdict.exit_code) == ("inconclusive", 4)
+    assert {one.leak.state for one in verdict.kinds.values()} == {"untested"}
+    assert "no attack that was run knows clip" in verdict.headline
+    assert "inverting-gradients" in verdict.next[0]
+    verdict = audited(trial(30.0, 1.0, 1.0), held).verdict
+    assert [entry.outcome for entry in verdict.defences] == ["leaks", "inconclusive"]
+    assert not any(step.startswith("Use clip") for step in verdict.next)
+    assert any("no attack that was run knows it" in step for step in verdict.next)
+    # One who knows it decides, whatever the others found below.
+    both = audited(held, trial(9.0, 0.0, 0.1, defence="clip", attack="b")).verdict
+    assert both.outcome == "below the limit"
+    assert {one.attack for one in both.kinds.values()} == {"b"}
+    # What leaks, leaks, whoever found it.
+    assert audited(replace(held, score=trial(30.0).score)).verdict.outcome == "leaks"
+    # One stage that was tested says nothing of another.
+    other = trial(9.0, 0.0, 0.1, defence="clip", round=5)
+    assert audited(held, other).verdict.outcome == "inconclusive"
+    # A row of trials of which one did not know it was not tested.
+    mixed = audited(trial(defence="clip", seed=1), trial(defence="clip", seed=2, blind=True))
+    assert mixed.verdict.outcome == "inconclusive"
 
 
 def test_the_next_steps_follow_from_what_was_tested() -> None:

@@ -42,7 +42,6 @@ Schedule: TypeAlias = Callable[[float], float]
 Prior: TypeAlias = tuple[Callable[[Tensor], Tensor], Schedule]
 """A penalty on images and its weight over the run."""
 
-ADAPTED = "adapted"  # the fact that candidates were compared as one does who knows the defence
 ROUGH = 0.05  # mean difference of neighbouring values of small photographs
 IMPROVED = 1e-4  # relative fall of the best objective that counts as progress for `patience`
 
@@ -366,8 +365,9 @@ def match(
         objectives=tuple(p.best for p in found),
         stopped=first_of(ends),
         differed=engine.differed,
+        adapted=seen.answer is not None,
         notes=(*engine.notes, *notes),
-        facts={"derivative": engine.mode} | ({ADAPTED: True} if seen.answer else {}),
+        facts={"derivative": engine.mode},
     )
 
 

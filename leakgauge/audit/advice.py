@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit import checks
+from leakgauge.audit.document import NO_DEFENCE
 from leakgauge.audit.results import (
     Decided,
     Defended,
@@ -124,6 +125,15 @@ def why_inconclusive(kinds: Mapping[str, Decided], result: Result) -> tuple[str,
             "evidence of safety.",
             "Name an attack in the plan that reads labels, such as inverting-gradients.",
         )
+    if any(one.leak.state == "untested" for one in kinds.values()):
+        names = _listed(list(dict.fromkeys(_unknown(result))))
+        return (
+            f"no attack that was run knows {names}, so that it did not leak is no evidence of "
+            "safety.",
+            "Name an attack that matches updates, such as inverting-gradients, and leave "
+            "`adaptive = true` in [audit]. A defence of your own says what an attacker does who "
+            "knows it by a method `answered`.",
+        )
     undecided = [(kind, one.leak) for kind, one in kinds.items() if one.leak.state == "undecided"]
     if not undecided and not result.not_run:
         return _unscored(result.summary)
@@ -152,6 +162,13 @@ def why_inconclusive(kinds: Mapping[str, Decided], result: Result) -> tuple[str,
             "none of them leaks, that decides it."
         )
     return so_far, remedy
+
+
+def _unknown(result: Result) -> list[str]:
+    """Defences that no attacker of some attacked round knows."""
+    rows = [row for row in result.summary if row.measured and row.defence != NO_DEFENCE]
+    known = {(r.round, r.defence) for r in rows if r.measured and r.measured.adapted}
+    return [row.defence for row in rows if (row.round, row.defence) not in known]
 
 
 def _unscored(summary: Iterable[Row]) -> tuple[str, str]:
@@ -360,7 +377,7 @@ def _defence_steps(
     def grouped(entry: Defended) -> list[list[str]]:
         """The kinds that are open, those that are not decided, and those that are closed."""
         states = {kind: one.leak.state for kind, one in entry.kinds.items()}
-        groups = (("leaks",), ("undecided", "no control"), ("below",))
+        groups = (("leaks",), ("undecided", "no control", "untested"), ("below",))
         return [[kind for kind in leaks if states.get(kind) in group] for group in groups]
 
     def told(kinds: Iterable[str]) -> str:
@@ -373,7 +390,7 @@ def _defence_steps(
         others = [kind for kind, one in best.kinds.items() if one.leak.state != "below"]
         return [
             f"Use {best.defence}: with it the leak of {told(closed)} was below the limit, on "
-            f"{_number(records, 'record')} and against attacks that do not adapt to it. "
+            f"{_number(records, 'record')} and against attackers who know it. "
             + (f"Of {told(others)} this audit cannot tell. " if others else "")
             + "Measure what it costs in accuracy first; this audit did not."
         ]
@@ -382,17 +399,17 @@ def _defence_steps(
     parts = []
     if unknown:
         more = max(best.kinds[kind].leak.more or 0 for kind in unknown)
-        evidence = (
-            f"at least {_number(more, 'more record')} must show it"
-            if more
-            else "the known-weak twin gave no evidence"
-        )
+        evidence = "the known-weak twin gave no evidence"
+        if any(best.kinds[kind].leak.state == "untested" for kind in unknown):
+            evidence = "no attack that was run knows it"
+        elif more:
+            evidence = f"at least {_number(more, 'more record')} must show it"
         parts.append(f"it may close the leak of {told(unknown)}, but {evidence}")
     if closed:
         parts.append(f"it closed the leak of {told(closed)}")
     if open_:
         parts.append(f"the leak of {told(open_)} is still open")
-    return [f"Look closer at {best.defence}: {'; '.join(parts)}. The attacks did not adapt to it."]
+    return [f"Look closer at {best.defence}: {'; '.join(parts)}."]
 
 
 def _listed(items: list[str]) -> str:

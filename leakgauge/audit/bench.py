@@ -35,6 +35,7 @@ from leakgauge.guard import Guard
 from leakgauge.kept import Checkpoint, alone, key_of
 from leakgauge.tensors import seeded
 from leakgauge.types import (
+    Answer,
     Batch,
     Exchange,
     Kept,
@@ -113,8 +114,9 @@ class Bench:
             round_, kept = self._played(case, attack, round_, attack_rng, resources)
             self._preparing = time.process_time() - before
             seen = threat.observe(round_, who, kept=kept)
-        guess, prior = self._restored(case, seen, attack.reconstruct(seen, attack_rng, resources))
-        found = found_by(guess, seen)
+        held = self._adapted(round_, seen)
+        guess, prior = self._restored(case, held, attack.reconstruct(held, attack_rng, resources))
+        found = replace(found_by(guess, seen), adapted=_words(held.answer, guess))
         if not isinstance(round_, Round):
             paths, files = images.drawn(case.id, None, guess.inputs, None)
             return replace(found, images=paths), None, files
@@ -129,6 +131,12 @@ class Bench:
             caveats = (*caveats, said)
         score = replace(score, caveats=caveats)
         return replace(found, images=paths), score, files
+
+    def _adapted(self, round_: Exchange, seen: Observation) -> Observation:
+        """What an attacker holds who knows the defence of the round, unless the plan's does not."""
+        if not self.plan.document.audit.adaptive or not isinstance(round_, Round):
+            return seen
+        return threat.adapted(seen, round_.defence)
 
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
@@ -257,6 +265,14 @@ def found_by(guess: Reconstruction, seen: Observation) -> Found:
         zero_tensors=sum(zeros) / len(zeros),
         sparsity=diagnostics.sparsity(seen.update),
     )
+
+
+def _words(answer: Answer | None, guess: Reconstruction) -> str | None:
+    """What an attack made of knowing the defence: it compared what that leaves of its candidates,
+    or it read an update that was restored as far as possible."""
+    if answer is None or not answer.whole:
+        return None
+    return answer.words if answer.restored or guess.adapted else None
 
 
 def _thinned(history: tuple[float, ...]) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ from leakgauge.types import LocalTraining, SecureSum, ThreatModel
 
 Table = dict[str, Any]
 NO_DEFENCE = "none"
+ANNOUNCED = "announced"  # the defence of captured rounds, which only their clients know
 CHAIN = "chain"  # of several defences
 
 
@@ -96,6 +97,7 @@ class Measure:
     """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
     climbs from it to the audited federation. No trial starts beyond `budget`, a time such as "10m";
     `seconds` limits each attack. `exact` runs the exact recursion before the attacks of the plan.
+    `adaptive` attackers know the defence and do what it says one does who knows it.
     `threads` is fixed, not the number of cores, so that a plan gives the same bytes on one core and
     on many."""
 
@@ -107,6 +109,7 @@ class Measure:
     control: bool = True
     explain: bool = True
     exact: bool = True
+    adaptive: bool = True
     budget: str | None = None
     seconds: float | None = None
     device: str = "cpu"

@@ -25,6 +25,7 @@ from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
 from leakgauge.audit import captured
 from leakgauge.audit import public as public_records
 from leakgauge.audit.document import (
+    ANNOUNCED,
     CHAIN,
     NO_DEFENCE,
     Document,
@@ -261,6 +262,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     if rounds:
         sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
         plan = replace(plan, captured=sent, data=captured.with_truths(records, sent))
+        if any(one.announced is not None for one in sent):  # of which its attackers know no more
+            plan = replace(plan, defences={ANNOUNCED: None})
     public, source, private = public_records.shared_out(
         federation,
         plan.data,

@@ -19,7 +19,7 @@ from leakgauge.types import Actor, Realism, Stopped
 Status: TypeAlias = Literal["done", "unscored", "not applicable", "failed"]
 Outcome: TypeAlias = Literal["leaks", "below the limit", "inconclusive", "failed"]
 Source: TypeAlias = Literal["set aside", "named", "embedded"]
-State: TypeAlias = Literal["leaks", "below", "undecided", "no control"]
+State: TypeAlias = Literal["leaks", "below", "undecided", "no control", "untested"]
 Scores: TypeAlias = dict[str, tuple[float, ...]]
 """By metric, one number per record."""
 
@@ -69,7 +69,8 @@ class Found:
     `history` and `distances` are thinned. `objectives` are those that the restarts ended with;
     `stopped` says why the search ended. `differed` is the error of a fast derivative that was not
     used. `zero_tensors` and `sparsity` describe the observed update. `guard` is what the guard of
-    the attacked client said of the model that a malicious server sent.
+    the attacked client said of the model that a malicious server sent. `adapted` says what the
+    attacker did who knows the defence; None if there is none, or if it did not adapt.
     """
 
     guesses: int
@@ -86,6 +87,7 @@ class Found:
     zero_tensors: float = 0.0
     sparsity: float = 0.0
     guard: str | None = None
+    adapted: str | None = None
     images: Pictures | None = None
 
 
@@ -205,7 +207,8 @@ class LabelShare:
 
 @dataclass(frozen=True)
 class Measured:
-    """The numbers of a row, over all its scored trials."""
+    """The numbers of a row, over all its scored trials. `adapted` says what the attacker did who
+    knows the defence."""
 
     realism: Realism
     records: int
@@ -219,6 +222,7 @@ class Measured:
     risk: str  # of the median
     worst_risk: str
     caveats: tuple[str, ...]
+    adapted: str | None = None
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,15 @@ def _row(group: Sequence[Trial], limit: Limit, metrics: Sequence[Measurement]) -
         not_applicable=sum(trial.status == "not applicable" for trial in group),
         unscored=sum(trial.status == "unscored" for trial in group),
         reason=next((trial.error for trial in group if trial.error), None),
-        measured=_measured([score for _, score in scored], scored[0][0], limit, metrics)
+        measured=_measured([score for _, score in scored], _least_adapted(scored), limit, metrics)
         if scored
         else None,
     )
+
+
+def _least_adapted(scored: Sequence[tuple[Trial, Score]]) -> Trial:
+    """A trial that stands for all in a row: one that did not adapt, if there is one."""
+    return min((trial for trial, _ in scored), key=lambda t: bool(t.found and t.found.adapted))
 
 
 def _measured(
@@ -114,6 +119,7 @@ def _measured(
         risk=risk(statistics.median(psnr)),
         worst_risk=risk(max(psnr)),
         caveats=tuple(dict.fromkeys(c for score in scores for c in score.caveats)),
+        adapted=first.found.adapted if first.found else None,
     )
 
 
@@ -184,10 +190,20 @@ def explain(
         if median is not None and before is not None:
             change = min(median, CAP) - min(before, CAP)
         rungs.append(replace(rung, median=median, change=change))
-    return Explanation(ladder.attack, tuple(rungs), _why(ladder.attack, rungs, verdict, exposure))
+    ended = ladder.rungs[-1].trials if ladder.rungs else ()
+    last = [trials[id_].found for id_ in ended if id_ in trials]
+    adapts = bool(last) and all(found and found.adapted for found in last)
+    said = _why(ladder.attack, rungs, verdict, exposure, adapts)
+    return Explanation(ladder.attack, tuple(rungs), said)
 
 
-def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict, exposure: Sequence[Exposure]) -> str:
+def _why(
+    attack: str,
+    rungs: Sequence[Rung],
+    verdict: Verdict,
+    exposure: Sequence[Exposure],
+    adapts: bool,
+) -> str:
     if verdict.outcome == "inconclusive":
         return "What protects cannot be said: the audit is inconclusive."
     if verdict.outcome == "failed":
@@ -206,8 +222,13 @@ def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict, exposure: Sequenc
         )
     rung = rungs[most]
     left = "still above" if medians[most] >= limit else "below"
-    adapts = "; the attack does not adapt to it" if rung.factor == "defence" else ""
-    more = ""
+    known = more = ""
+    if rung.factor == "defence":
+        known = (
+            ", from an attacker who knows it"
+            if adapts
+            else ("; the attack does not know it, so this is no protection that was tested")
+        )
     if rung.factor in ("steps", "batch norm", "batch") and any(one.exposed for one in exposure):
         more = (
             " That is no protection: by their number alone these records can still be told apart "
@@ -216,7 +237,7 @@ def _why(attack: str, rungs: Sequence[Rung], verdict: Verdict, exposure: Sequenc
     return (
         f"What hinders {attack} most is the {rung.factor} ({rung.label}): the median falls "
         f"from {capped(medians[most - 1])} to {capped(medians[most])}, {left} the limit of "
-        f"{limit:g} dB{adapts}.{more}"
+        f"{limit:g} dB{known}.{more}"
     )
 
 

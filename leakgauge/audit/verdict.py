@@ -23,7 +23,8 @@ A limit of 1 allows everything: that kind is below it, whatever happens.
 | leaks           | some row leaks, judged on attackers that are not told truths      | 1         |
 | failed          | a trial crashed                                                   | 3         |
 | inconclusive    | a kind is undecided, or no attack showed it on the known-weak     | 4         |
-|                 | twin, or part of the plan was not run or not scored               |           |
+|                 | twin, or no attacker knew the defence, or part of the plan was    |           |
+|                 | not run or not scored                                             |           |
 | below the limit | every kind is below its limit                                     | 0         |
 """
 
@@ -34,7 +35,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from leakgauge.audit import advice
-from leakgauge.audit.document import Limit
+from leakgauge.audit.document import NO_DEFENCE, Limit
 from leakgauge.audit.results import (
     Control,
     Decided,
@@ -180,6 +181,11 @@ def _judged(rows: Iterable[Row]) -> list[tuple[Row, Measured]]:
     return [(row, measured) for row, measured in scored if measured.realism != "oracle"]
 
 
+def tested(row: Row, measured: Measured) -> bool:
+    """Whether a row can show that a defence protects: its attacker knows the defence."""
+    return row.defence == NO_DEFENCE or measured.adapted is not None
+
+
 def _severity(judged: tuple[Row, Measured]) -> tuple[bool | float, ...]:
     """Rows in the order of what they give away: leaking kinds, pictures first, then the PSNR."""
     leaks, psnr = judged[1].leaks, judged[1].scores["psnr"]
@@ -190,22 +196,40 @@ def _severity(judged: tuple[Row, Measured]) -> tuple[bool | float, ...]:
 
 
 def _kinds(rows: Sequence[tuple[Row, Measured]], shown: Collection[str]) -> dict[str, Decided]:
-    """For each kind of leak the row that decides it, and whether it is shown to be below."""
-    order = {"leaks": 2, "undecided": 1, "below": 0, "no control": 0}
+    """For each kind of leak the row that decides it, and whether it is shown to be below. What
+    leaks, leaks; that something does not, only an attacker can show who knows the defence."""
     found = {}
     for kind in dict.fromkeys(kind for _, measured in rows for kind in measured.leaks):
         row, measured = max(
             (pair for pair in rows if kind in pair[1].leaks),
-            key=lambda pair: (order[pair[1].leaks[kind].state], pair[1].leaks[kind].beyond),
+            key=lambda pair: (_order(pair[0], pair[1], kind), pair[1].leaks[kind].beyond),
         )
         leak = measured.leaks[kind]
-        if leak.state != "leaks" and kind not in shown and leak.limit < 1:
-            leak = replace(leak, state="no control", more=None)
+        if leak.state != "leaks" and leak.limit < 1:
+            if kind not in shown:
+                leak = replace(leak, state="no control", more=None)
+            elif _untested(rows, kind):
+                leak = replace(leak, state="untested", more=None)
         gallery = None
         if kind == "found" and measured.identified:
             gallery = round(1 / measured.identified)
         found[kind] = Decided(row.round, row.defence, row.attack, leak, gallery)
     return found
+
+
+def _order(row: Row, measured: Measured, kind: str) -> int:
+    state = measured.leaks[kind].state
+    return 3 if state == "leaks" else 0 if not tested(row, measured) else 1 + (state != "below")
+
+
+def _untested(rows: Sequence[tuple[Row, Measured]], kind: str) -> bool:
+    """Whether some stage and defence of these rows has no attacker who knows the defence."""
+    places: dict[tuple[int, str], bool] = {}
+    for one, measured in rows:
+        if kind in measured.leaks:
+            place = one.round, one.defence
+            places[place] = places.get(place, False) or tested(one, measured)
+    return not all(places.values())
 
 
 def _outcome(kinds: Mapping[str, Decided]) -> Outcome:

@@ -16,7 +16,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -55,27 +57,29 @@ def _shrunk(value: Tensor, spread: float) -> Tensor:
     return torch.mm(u * (unit * kept), v).to(value.dtype).view_as(value)
 
 
-def ranks(seen: Observation) -> dict[str, int]:
-    """The most ranks that the update of each convolution and linear layer can have: one for each
-    window of each record, each time a step uses it. Only those that are below the weight's own."""
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose update has at most `rank` ranks, its bias as one more column."""
+
+    weight: str
+    bias: str | None
+    rank: int
+
+
+def layers(seen: Observation) -> list[Layer]:
+    """Convolutions and linear layers whose update must have fewer ranks than its sizes allow: one
+    for each window of each record, each time a step uses it."""
     if seen.training is None or seen.records is None:
-        return {}
+        return []
     views = sum(map(len, minibatches(seen.records, seen.training)))
     names = {id(p): name for name, p in seen.model.named_parameters()}
-    windows: dict[str, int] = {}
-    hooks = []
+    windows: Counter[nn.Module] = Counter()
 
     def note(module: nn.Module, _: object, out: Tensor) -> None:
-        name = names[id(module.weight)]
-        places = out[0, 0] if isinstance(module, nn.Conv2d) else out[0, ..., 0]
-        windows[name] = windows.get(name, 0) + places.numel()
+        windows[module] += (out[0, 0] if isinstance(module, nn.Conv2d) else out[0, ..., 0]).numel()
 
-    for module in seen.model.modules():
-        plain = isinstance(module, nn.Linear) or (
-            isinstance(module, nn.Conv2d) and module.groups == 1
-        )
-        if plain and id(module.weight) in names:
-            hooks.append(module.register_forward_hook(note))
+    fitting = [m for m in seen.model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    hooks = [module.register_forward_hook(note) for module in fitting]
     was = seen.model.training
     try:
         seen.model.eval()
@@ -85,42 +89,82 @@ def ranks(seen: Observation) -> dict[str, int]:
         seen.model.train(was)
         for hook in hooks:
             hook.remove()
-    found = {name: count * views for name, count in windows.items() if name in seen.update}
-    return {n: r for n, r in found.items() if r < min(seen.update[n].flatten(1).shape)}
+    shared = Counter(id(module.weight) for module in windows)
+    found = []
+    for module, count in windows.items():
+        weight, bias = names.get(id(module.weight), ""), names.get(id(module.bias))
+        whole = shared[id(module.weight)] == 1 and getattr(module, "groups", 1) == 1
+        if weight in seen.update and whole:
+            rank = count * views
+            if rank < min(seen.update[weight].flatten(1).shape):
+                found.append(Layer(weight, bias if bias in seen.update else None, rank))
+    return found
 
 
-def completed(update: Named, small: Mapping[str, float], most: Mapping[str, int]) -> Named:
-    """The update with the entries that were not sent, which are 0 in it, as far as the rank of each
-    tensor (`most`) tells them. Those of a tensor are at most `small` by magnitude."""
+def completed(update: Named, small: Mapping[str, float], known: Sequence[Layer]) -> Named:
+    """The update with the entries that were not sent, which are 0 in it, as far as the ranks of
+    layers tell them. Those of a tensor are at most `small` by magnitude."""
     whole = dict(update)
-    for name, rank in most.items():
-        found = _completed(update[name].flatten(1).double(), rank, small[name])
-        if found is not None:
-            whole[name] = found.to(update[name].dtype).view_as(update[name])
+    for layer in known:
+        names = [name for name in (layer.weight, layer.bias) if name]
+        parts = [update[name].flatten(1) if update[name].dim() > 1 else update[name][:, None]
+                 for name in names]  # fmt: skip
+        bound = [
+            torch.full_like(part, small[name]) for name, part in zip(names, parts, strict=True)
+        ]
+        found = _completed(torch.cat(parts, 1).double(), torch.cat(bound, 1).double(), layer.rank)
+        widths = [part.shape[1] for part in parts]
+        for name, part in zip(names, torch.split(found, widths, 1), strict=True):
+            whole[name] = part.to(update[name].dtype).view_as(update[name])
     return whole
 
 
-def _completed(sent: Tensor, rank: int, small: float) -> Tensor | None:
-    """The matrix of this rank that has these entries, if they tell it."""
-    known = (sent != 0).double()
-    rows, columns = sent.shape
-    count = int(known.sum())
-    if count == sent.numel() or rows * columns * rank**2 > LARGEST:
-        return None
-    enough = min(float(known.sum(1).min()), float(known.sum(0).min())) > rank
-    if not enough or count < SPARE * rank * (rows + columns - rank):
-        return None
-    size = sent.square().sum().sqrt()
-    u, s, _ = torch.linalg.svd(sent, full_matrices=False)
+def _completed(sent: Tensor, small: Tensor, rank: int) -> Tensor:
+    """The matrix of this rank that has these entries, in the rows and columns that they tell."""
+    rows, columns = _told(sent != 0, rank)
+    part, bound = sent[rows][:, columns], small[rows][:, columns]
+    known = (part != 0).double()
+    count, (high, wide) = int(known.sum()), part.shape
+    free = rank * (high + wide - rank)
+    if count in (0, part.numel()) or count < SPARE * free or high * wide * rank**2 > LARGEST:
+        return sent
+    size = float(part.norm())
+    u, s, _ = torch.linalg.svd(part, full_matrices=False)
     left = u[:, :rank] * s[:rank].sqrt()
     for _ in range(SWEEPS):
-        right = _fitted(sent.T, known.T, left)
-        left = _fitted(sent, known, right)
+        right = _fitted(part.T, known.T, left)
+        left = _fitted(part, known, right)
         whole = left @ right.T
-        if float(((whole - sent) * known).square().sum().sqrt()) <= MET * float(size):
-            within = bool((whole * (1 - known)).abs().max() <= 1.01 * small)
-            return torch.where(known.bool(), sent, whole) if within else None
-    return None
+        if float(((whole - part) * known).norm()) <= MET * size:
+            if not bool(((whole * (1 - known)).abs() <= 1.01 * bound).all()):
+                return sent  # entries that were not sent are smaller
+            return _extended(sent, small, columns, right)
+    return sent
+
+
+def _extended(sent: Tensor, small: Tensor, columns: Tensor, right: Tensor) -> Tensor:
+    """The matrix whose rows, in these columns, are combinations of the factor's: in all rows and
+    columns that have as many known entries as that takes."""
+    known, rank = (sent != 0).double(), right.shape[1]
+    left = _fitted(sent[:, columns], known[:, columns], right)
+    rows = known[:, columns].sum(1) >= rank
+    right = _fitted(sent[rows].T, known[rows].T, left[rows])
+    reached = known[rows].sum(0) >= rank
+    whole = (left @ right.T).clamp(-small, small)
+    told = rows[:, None] & reached & (sent == 0)
+    return torch.where(told, whole, sent)
+
+
+def _told(known: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns that have more known entries, in each other, than ranks."""
+    rows, columns = known.any(1), known.any(0)
+    while True:
+        few = rows & (known[:, columns].sum(1) <= rank)
+        rows = rows & ~few
+        thin = columns & (known[rows].sum(0) <= rank)
+        columns = columns & ~thin
+        if not few.any() and not thin.any():
+            return rows, columns
 
 
 def _fitted(sent: Tensor, known: Tensor, factor: Tensor) -> Tensor:
@@ -156,7 +200,7 @@ def unsent(seen: Observation) -> Answer:
     return Answer(
         "matches only what was sent, holds the rest to be smaller, and completes layers whose rank "
         "the number of records tells",
-        completed(seen.update, small, ranks(seen)),
+        completed(seen.update, small, layers(seen)),
         restored=True,
         through=through,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from leakgauge.audit.advice import defended
-from leakgauge.audit.document import Table
+from leakgauge.audit.document import NO_DEFENCE, Table
 from leakgauge.audit.results import (
     Attacker,
     Found,
@@ -25,6 +25,7 @@ from leakgauge.audit.results import (
     Trial,
     Worst,
 )
+from leakgauge.audit.verdict import tested
 from leakgauge.config import toml
 from leakgauge.errors import InputError
 from leakgauge.outside import unused
@@ -102,7 +103,9 @@ STATES = {
     "below": "below the limit",
     "undecided": "too few records to tell",
     "no control": "no evidence, the weak twin held too",
+    "untested": "untested, no attack knew the defence",
 }
+UNTESTED = "untested"
 NO_VERDICT = "No verdict"
 NOT_SCORED = "nobody knows the truth: not scored"
 NOT_APPLICABLE = "does not apply"
@@ -315,6 +318,7 @@ class Finding:
     realism: str | None = None
     caveats: tuple[str, ...] = ()
     state: str | None = None
+    knows: str = ""  # what the attacker makes of knowing the defence
 
 
 def findings(result: Result) -> list[Finding]:
@@ -375,7 +379,17 @@ def _finding(result: Result, row: Row) -> Finding:
         risk=found.risk if above_baseline(found) else None,
         realism=found.realism,
         caveats=tuple(shortened(caveat, 400) for caveat in caveats),
+        knows=knows(row, found),
     )
+
+
+def knows(row: Row, found: Measured) -> str:
+    """What the attacker of a row makes of knowing the defence."""
+    if row.defence == NO_DEFENCE:
+        return ""
+    if found.adapted is None:
+        return f"{UNTESTED}: does not know the defence"
+    return f"knows the defence: {found.adapted}"
 
 
 @dataclass(frozen=True)
@@ -406,6 +420,8 @@ def trade_off(result: Result) -> list[Trade]:
             rows, key=lambda pair: (pair[1].leaks["pictures"].share, psnr(pair[1]).median)
         )
         state = STATES[found.leaks["pictures"].state]
+        if found.leaks["pictures"].state != "leaks" and not any(tested(*pair) for pair in rows):
+            state = STATES["untested"]
         trades.append(Trade(stage, defence, options.get(defence, ""), row.attack, found, state))
     return trades
 

@@ -86,7 +86,7 @@ def _findings(result: Result) -> list[str]:
     for finding in contents.findings(result):
         head = (str(finding.round), escape(finding.defence), escape(finding.attack))
         if finding.state:
-            rows.append((*head, "0", *["–"] * 7, escape(finding.state), "–"))
+            rows.append((*head, "0", *["–"] * 7, escape(finding.state), "–", "–"))
             continue
         noted = escape("; ".join(finding.caveats))
         mark = f" [{caveats.setdefault(noted, len(caveats) + 1)}]" if noted else ""
@@ -102,12 +102,13 @@ def _findings(result: Result) -> list[str]:
                 f"{finding.labels} ({finding.guessing})",
                 finding.risk or "–",
                 finding.realism or "–",
+                escape(finding.knows) or "–",
                 escape(finding.further) or "–",
             )
         )
     header = ("Round", "Defence", "Attack", "Records", "Median PSNR", "95 % interval", "Highest",
               "Mean picture", "Recognised (chance)", "Labels (guessing)", "Risk",
-              "Realism", "Other metrics")  # fmt: skip
+              "Realism", "The attacker", "Other metrics")  # fmt: skip
     notes = [contents.directions(result), contents.inapplicable(result)]
     return [
         *_table(header, rows),

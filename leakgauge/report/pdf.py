@@ -286,7 +286,7 @@ def _findings(pdf: FPDF, result: Result) -> None:
                 finding.risk or "–",
             )
         )
-        rows += [(finding.further,)] if finding.further else []
+        rows += [(words,) for words in (finding.knows, finding.further) if words]
         if finding.caveats:
             rows.append(("⚠ " + " ⚠ ".join(finding.caveats),))
     header = ("Attack", "Records", "Median PSNR (95 %)", "Highest", "Mean picture",

@@ -14,6 +14,7 @@ from rich.text import Text
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.advice import exposed, way_out
 from leakgauge.audit.results import Measured, Result, Row
+from leakgauge.audit.verdict import tested
 from leakgauge.report import contents, first_screen, wording
 
 
@@ -22,6 +23,7 @@ def summary_table(result: Result) -> Group:
     table of their own."""
     measured = contents.measured(result)
     counts = [found.records for _, found in measured] or [0]
+    unknown = any(not tested(row, found) for row, found in measured)
     images = " to ".join(map(str, sorted({min(counts), max(counts)})))
     leaks = _table(
         result,
@@ -30,7 +32,8 @@ def summary_table(result: Result) -> Group:
         "baseline: the PSNR of a mean picture, which shows nothing of the record.\n"
         "found: records recognised, picked out of a gallery by their reconstruction.\n"
         "labels: share of the labels read (what guessing gives).\n"
-        "risk: the median PSNR in words; – where it is not above the baseline.",
+        "risk: the median PSNR in words; – where it is not above the baseline."
+        + ("\nuntested: this attack does not know the defence." if unknown else ""),
         ("PSNR dB", "baseline", "found", "labels", "risk"),
         ((row, _cells(row, row.measured)) for row in result.summary),
     )
@@ -67,8 +70,13 @@ def _table(
             after = f"round {row.round}, " if contents.several_rounds(result) else ""
             table.add_section()
             table.add_row(f"[bold]{after}{escape(contents.named(row.defence))}[/]")
-        table.add_row(f"  {escape(row.attack)}", *cells)
+        table.add_row(f"  {escape(row.attack)}{_untested(row)}", *cells)
     return table
+
+
+def _untested(row: Row) -> str:
+    """The mark of an attack that does not know the defence."""
+    return "" if not row.measured or tested(row, row.measured) else f" ({contents.UNTESTED})"
 
 
 def _cells(row: Row, found: Measured | None) -> list[str]:
