@@ -28,7 +28,8 @@ from leakgauge.types import Answer, Named, Observation
 
 SWEEPS = 300
 MET = 1e-6  # relative error of entries that were sent: the matrix has the rank that was assumed
-LARGEST = 3e8  # multiplications of a sweep: matrices beyond it are left as they are
+LARGEST = 1e10  # multiplications of a sweep: matrices beyond it are left as they are
+STALLED = 0.9  # of the error ten sweeps before: no more is to be expected
 SPARE = 1.3  # entries per unknown, at least
 
 
@@ -131,14 +132,18 @@ def _completed(sent: Tensor, small: Tensor, rank: int) -> Tensor:
     size = float(part.norm())
     u, s, _ = torch.linalg.svd(part, full_matrices=False)
     left = u[:, :rank] * s[:rank].sqrt()
+    errors: list[float] = []
     for _ in range(SWEEPS):
         right = _fitted(part.T, known.T, left)
         left = _fitted(part, known, right)
         whole = left @ right.T
-        if float(((whole - part) * known).norm()) <= MET * size:
+        errors.append(float(((whole - part) * known).norm()))
+        if errors[-1] <= MET * size:
             if not bool(((whole * (1 - known)).abs() <= 1.01 * bound).all()):
                 return sent  # entries that were not sent are smaller
             return _extended(sent, small, columns, right)
+        if len(errors) > 10 and errors[-1] > STALLED * errors[-11]:
+            break
     return sent
 
 
