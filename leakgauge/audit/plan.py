@@ -272,7 +272,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         needed=any(threat.PUBLIC in attack.needs for attack in attacks.values()),
     )
     plan = replace(plan, public=public, public_source=source, data=private)
-    check_secure(plan.scenario(federation.rounds[0], next(iter(defences))))
+    check_secure(plan.scenario(federation.rounds[0], next(iter(plan.defences))))
     return plan
 
 
