@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from leakgauge.audit import Store, parse, read, run
 from leakgauge.audit.results import Result
 from leakgauge.records import Images
 from leakgauge.report import contents, terminal
-from leakgauge.types import Batch, LocalTraining
+from leakgauge.types import Batch, LocalTraining, ThreatModel
 
 OWN = '''
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ def test_an_audit_can_be_told_to_ignore_the_defence(tmp_path: Path) -> None:
     assert set(adapted(result).values()) == {None}
     assert result.verdict is not None
     assert result.verdict.outcome in ("leaks", "inconclusive")  # never below the limit
+
+
+def test_nobody_knows_what_a_defence_leaves_of_a_sum(tmp_path: Path) -> None:
+    checked = plan(tmp_path, {"name": "prune", "share": 0.5})
+    document = checked.document
+    for clients, words in ((1, True), (2, False)):
+        federation = replace(document.federation, clients=clients)
+        aggregate = replace(document, federation=federation, threat=ThreatModel(actor="aggregate"))
+        result = run(replace(checked, document=aggregate), Store(tmp_path / f"out{clients}"))
+        assert any(adapted(result).values()) == words
 
 
 def test_what_an_update_looked_like_is_told_of_what_was_sent(tmp_path: Path) -> None:

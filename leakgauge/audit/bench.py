@@ -114,7 +114,7 @@ class Bench:
             round_, kept = self._played(case, attack, round_, attack_rng, resources)
             self._preparing = time.process_time() - before
             seen = threat.observe(round_, who, kept=kept)
-        held = self._adapted(round_, seen)
+        held = self._adapted(case, round_, seen)
         guess, prior = self._restored(case, held, attack.reconstruct(held, attack_rng, resources))
         found = replace(found_by(guess, seen), adapted=_words(held.answer, guess))
         if not isinstance(round_, Round):
@@ -132,9 +132,11 @@ class Bench:
         score = replace(score, caveats=caveats)
         return replace(found, images=paths), score, files
 
-    def _adapted(self, round_: Exchange, seen: Observation) -> Observation:
-        """What an attacker holds who knows the defence of the round, unless the plan's does not."""
-        if not self.plan.document.audit.adaptive or not isinstance(round_, Round):
+    def _adapted(self, case: Case, round_: Exchange, seen: Observation) -> Observation:
+        """What an attacker holds who knows the defence of the round, unless the plan's does not. A
+        defence answers for one client's update: of a sum of several nobody says what it left."""
+        alone = len(threat.victims(round_, case.threat(self.plan))) == 1
+        if not self.plan.document.audit.adaptive or not isinstance(round_, Round) or not alone:
             return seen
         return threat.adapted(seen, round_.defence)
 
