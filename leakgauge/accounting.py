@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from leakgauge.config import optional
@@ -47,6 +47,7 @@ Unit: TypeAlias = Literal["record", "update"]
 LARGE = 10.0  # beyond it, hardly anything is promised
 LARGEST = 1e6  # beyond it, it is not said at all
 LARGEST_PRV = 500.0  # beyond it, the PRV accountant runs out of digits or of memory
+MOST = 100  # different σ that are counted one by one
 AFTERWARDS = (Clip, ClipAndNoise, DecayingNoise, HideTop, LowRank, Outpost, PairedNoise, Prune,
               Quantise, Sign, TopK)  # fmt: skip
 """Those that read nothing but what they are given: after noise they take no privacy away."""
@@ -84,7 +85,7 @@ class Mechanism(Protocol):
 def mechanism(defence: Defence | None) -> Mechanism | str:
     """What in a defence can be counted, or one sentence why nothing can."""
     if defence is None:
-        return "There is no defence: no noise is added, and nothing is promised."
+        return "Without a defence no noise is added, and nothing is promised."
     if isinstance(defence, Chain):
         return _of_chain(defence)
     name = _name(defence)
@@ -180,8 +181,7 @@ def spent(
     if isinstance(found, str):
         return found
     uses = steps if found.unit == "record" else 1
-    noise = [found.multiplier(index) for index in range(rounds)]
-    history = [(sigma, rate, uses * len(list(same))) for sigma, same in groupby(noise)]
+    history = [(sigma, rate, uses * times) for sigma, times in _noise(found, rounds).items()]
     epsilon = _epsilon(history, found.delta, accountant)
     if not epsilon <= LARGEST:
         return (
@@ -190,6 +190,16 @@ def spent(
         )
     words = _words(epsilon, found, rounds, uses, rate, accountant)
     return Spent(epsilon, found.delta, accountant, rounds, found.unit, words)
+
+
+def _noise(found: Mechanism, rounds: int) -> Counter[float]:
+    """How many rounds have which σ. Of more than MOST, neighbours count as the least of them: what
+    is counted is then a little above what is spent, never below."""
+    noise = [found.multiplier(index) for index in range(rounds)]
+    distinct = sorted(set(noise))
+    size = -(-len(distinct) // MOST)
+    least = {sigma: distinct[i - i % size] for i, sigma in enumerate(distinct)}
+    return Counter(least[sigma] for sigma in noise)
 
 
 def _check(rounds: int, steps: int, rate: float, accountant: str) -> None:
@@ -235,8 +245,9 @@ def _words(
 ) -> str:
     whom = "one record of a client is" if found.unit == "record" else "all updates of a client are"
     each = f" of {_counted(steps, 'noisy step')} each" if steps > 1 else ""
-    by = "step draws each record" if found.unit == "record" else "round draws each client"
-    drawn = f", if every {by} by itself with a chance of {rate:.3g}" if rate < 1 else ""
+    turn = f"{'step' if steps > 1 else 'round'} draws each"
+    by = f"{turn} {'record' if found.unit == 'record' else 'client'} by itself"
+    drawn = f", if every {by} with a chance of {rate:.3g}" if rate < 1 else ""
     large = " So large an epsilon promises next to nothing." if epsilon > LARGE else ""
     return (
         f"Over {_counted(rounds, 'round')}{each}, {whom} protected by differential privacy of "

@@ -446,6 +446,14 @@ class UpdateDefence(Announces, Protocol):
     def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named: ...
 
 
+@runtime_checkable
+class Selective(Protocol):
+    """A defence that not every model can have: `check` refuses one, in the modes of its training,
+    in words."""
+
+    def check(self, model: nn.Module) -> None: ...
+
+
 Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence
 """What a client does to protect itself: it implements the hooks it needs, others pass through. Its
 randomness is its own: it never moves which records are drawn, or in which order."""

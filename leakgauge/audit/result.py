@@ -22,6 +22,7 @@ from leakgauge.audit.document import name_of
 from leakgauge.audit.forecast import Forecast
 from leakgauge.audit.ladder import describe
 from leakgauge.audit.plan import Plan
+from leakgauge.audit.privacy import guarantees
 from leakgauge.audit.public import told
 from leakgauge.audit.results import (
     Attacker,
@@ -86,6 +87,7 @@ def assemble(
         ),
         interrupted=interrupted,
         exposure=exposure,
+        privacy=guarantees(plan),
     )
     return derived(given, [case.id for case in controls], _ladder(plan, rungs))
 

@@ -18,7 +18,7 @@ AT_ONCE = 16  # records whose gradients are held in memory together
 def per_record(local: Local, names: list[str], step: int, defence: str) -> Iterator[Named]:
     """The gradients of the step's records, tensors (records, …), a few records at a time. Each is
     that of the record alone: no other record of the batch is in it."""
-    _refuse_mixing(local.setting.model, defence)
+    refuse_mixing(local.setting.model, defence)
     weights = {name: local.values[name] for name in names}
     others = {name: value for name, value in local.values.items() if name not in weights}
 
@@ -59,7 +59,7 @@ def clipped_sum(gradients: Named, norm: float) -> Named:
     }
 
 
-def _refuse_mixing(model: nn.Module, defence: str) -> None:
+def refuse_mixing(model: nn.Module, defence: str) -> None:
     """Batch norm by the batch mixes its records: none of them has a gradient of its own."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):

@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import nn
 
 from leakgauge.defences._local import local_step
-from leakgauge.defences._records import clipped_sum, lengths, per_record
+from leakgauge.defences._records import clipped_sum, lengths, per_record, refuse_mixing
 from leakgauge.defences.dp_sgd import PAPER as ABADI2016
 from leakgauge.defences.dp_sgd import noisy_mean
 from leakgauge.papers import Paper
@@ -90,6 +91,9 @@ class AdaptiveClip:
         if not self.sigma or not self.count_noise:
             return 0.0
         return 1 / math.hypot(1 / self.sigma, 1 / (2 * self.count_noise))
+
+    def check(self, model: nn.Module) -> None:
+        refuse_mixing(model, "adaptive-clip")
 
     def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
         local = local_step(here, "adaptive-clip")

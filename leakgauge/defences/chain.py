@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from leakgauge.defences.adaptive_clip import AdaptiveClip
 from leakgauge.defences.dp_sgd import DpSgd
@@ -26,6 +27,7 @@ from leakgauge.types import (
     Here,
     Memory,
     Named,
+    Selective,
     UpdateDefence,
 )
 
@@ -63,6 +65,11 @@ class Chain:
 
     def announced(self) -> dict[str, object]:
         return {"defences": tuple(defence.announced() for defence in self.defences)}
+
+    def check(self, model: nn.Module) -> None:
+        for one in self.defences:
+            if isinstance(one, Selective):
+                one.check(model)
 
     def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
         for one, place, own in self._each(here, rng):

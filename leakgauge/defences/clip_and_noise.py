@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -90,6 +91,7 @@ def noised(update: Named, norm: float, sigma: float, rng: torch.Generator) -> Na
     }
 
 
+@cache
 def gaussian_sigma(epsilon: float, delta: float) -> float:
     """Smallest σ with which the Gaussian mechanism of sensitivity 1 is (ε, δ)-private."""
 

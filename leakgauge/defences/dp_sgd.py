@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import nn
 
 from leakgauge.defences._local import local_step
-from leakgauge.defences._records import clipped_sum, per_record
+from leakgauge.defences._records import clipped_sum, per_record, refuse_mixing
 from leakgauge.papers import Paper
 from leakgauge.ranges import FROM_0, POSITIVE, Range, option
 from leakgauge.types import Here, Named
@@ -64,6 +65,9 @@ class DpSgd:
     def multiplier(self, round_: int) -> float:
         """The noise of a step, for a record that moves it by 1 at most."""
         return self.sigma
+
+    def check(self, model: nn.Module) -> None:
+        refuse_mixing(model, "dp-sgd")
 
     def on_gradient(self, gradient: Named, here: Here, rng: torch.Generator) -> Named:
         local = local_step(here, "dp-sgd")
