@@ -50,7 +50,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class ClipAndNoise:
-    """Limits the update and adds Gaussian noise, the same in every round."""
+    """Limits the update and adds noise, the same in every round."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     unit: ClassVar[Literal["update"]] = "update"

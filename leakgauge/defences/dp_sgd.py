@@ -43,7 +43,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class DpSgd:
-    """Clips each record's gradient and adds noise, in every local step."""
+    """Clips each record's gradient and adds noise in every step."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     unit: ClassVar[Literal["record"]] = "record"
