@@ -85,7 +85,7 @@ class Mechanism(Protocol):
 def mechanism(defence: Defence | None) -> Mechanism | str:
     """What in a defence can be counted, or one sentence why nothing can."""
     if defence is None:
-        return "Without a defence no noise is added, and nothing is promised."
+        return "Without a defence no noise is added to updates, and nothing is promised."
     if isinstance(defence, Chain):
         return _of_chain(defence)
     name = _name(defence)

@@ -163,7 +163,7 @@ def test_numbers_are_rounded_up():
 # --- no promise --------------------------------------------------------------------------------
 
 SENTENCES = [
-    (None, "Without a defence no noise is added"),
+    (None, "Without a defence no noise is added to updates"),
     (Clip(), "clip adds no noise of a known size to something bounded"),
     (Prune(), "prune adds no noise"),
     (Quantise(), "quantise adds no noise of a known size"),

@@ -40,6 +40,7 @@ from leakgauge.audit.results import (
 from leakgauge.audit.schema import SCHEMA
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
+from leakgauge.models.precode import Bottleneck
 from leakgauge.types import Round
 
 
@@ -61,6 +62,7 @@ def assemble(
     tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
     attacks = [attack for name, attack in plan.attacks.items() if name in tried]
     others = [v for kind in (plan.restorers, plan.defences, plan.metrics) for v in kind.values()]
+    layers = [layer.options for layer in model.modules() if isinstance(layer, Bottleneck)]
     given = Result(
         schema=SCHEMA,
         leakgauge=__version__,
@@ -78,7 +80,7 @@ def assemble(
         sensitivity=sensitivity,
         trials=tuple(trials),
         not_run=tuple(not_run),
-        references=references.of([*attacks, *others, plan.document.federation.secure]),
+        references=references.of([*attacks, *others, plan.document.federation.secure, *layers]),
         times=RunTimes(
             cpu_seconds=cpu,
             wall_seconds=wall,

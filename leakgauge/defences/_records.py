@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.errors import InputError
+from leakgauge.fl.forward import additions
 from leakgauge.fl.local import outputs
 from leakgauge.types import Local, Named
 
@@ -23,10 +24,10 @@ def per_record(local: Local, names: list[str], step: int, defence: str) -> Itera
     others = {name: value for name, value in local.values.items() if name not in weights}
 
     def objective(weights: Named, entering: Tensor, label: Tensor) -> Tensor:
-        out = outputs(
-            local.setting.model, weights | others, entering[None], local.training, step
-        )  # fmt: skip
-        return local.setting.task.loss(out, label[None])
+        values = weights | others
+        with additions() as more:
+            out = outputs(local.setting.model, values, entering[None], local.training, step)
+        return sum(more, start=local.setting.task.loss(out, label[None]))
 
     # One draw for all records of a batch: the masks of dropout are then those of the batch.
     mapped = torch.func.vmap(torch.func.grad(objective), (None, 0, 0), randomness="different")
