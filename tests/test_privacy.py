@@ -224,7 +224,9 @@ def test_every_report_has_the_table(told, tmp_path):
         assert "prune adds no noise of a known size" in form
     assert page.index('id="verdict"') < page.index('id="findings"') < page.index('id="privacy"')
     assert 'href="#privacy"' in page
-    assert f"clip-and-noise: epsilon {noisy.epsilon} over all rounds" in page  # while it is folded
+    assert f"epsilon over all rounds: clip-and-noise {noisy.epsilon}" in page  # while it is folded
+    many = replace(told, privacy=told.privacy[1:2] * 5)
+    assert f"clip-and-noise {noisy.epsilon} and 2 more" in html.render(many, tmp_path)
     older = replace(told, privacy=())
     assert 'id="privacy"' not in html.render(older, tmp_path)
     assert "Differential privacy" not in markdown.render(older, tmp_path).split("## References")[0]
@@ -240,6 +242,9 @@ def test_an_epsilon_of_one_round_never_stands_alone(told, tmp_path):
     beside = f"epsilon = 100.0, norm = 0.05; over 30 rounds epsilon = {whole}"
     assert contents.protections(told)["clip-and-noise"] == beside
     assert contents.protections(told)["prune"] == "share = 0.99"
+    chain = replace(told.privacy[1], defence="prune+clip-and-noise")  # no table has this name
+    named = contents.protections(replace(told, privacy=(*told.privacy, chain)))
+    assert named["prune+clip-and-noise"] == f"over 30 rounds epsilon = {whole}"
     older = contents.protections(replace(told, privacy=()))["clip-and-noise"]
     assert older.endswith("; its epsilon promises nothing over the rounds")
     assert beside in html.render(told, tmp_path)

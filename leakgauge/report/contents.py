@@ -425,7 +425,7 @@ def protections(result: Result) -> dict[str, str]:
     """Options of each defence, and beside them what it spends of privacy over all rounds: an
     epsilon of one round never stands alone."""
     promises = {one.defence: one.spent for one in result.privacy}
-    options = settings(result.plan.defence)
+    options = dict.fromkeys(promises, "") | settings(result.plan.defence)
     for name, text in options.items():
         told = promises.get(name)
         if isinstance(told, Spent):

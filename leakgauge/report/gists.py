@@ -58,7 +58,8 @@ def _privacy(result: Result) -> str:
     held = [line for line in lines if line.epsilon != NOTHING]
     if not held:
         return "no defence of this plan promises any"
-    return ", ".join(f"{line.defence}: epsilon {line.epsilon} over all rounds" for line in held[:3])
+    few = ", ".join(f"{line.defence} {line.epsilon}" for line in held[:3])
+    return f"epsilon over all rounds: {few}" + (f" and {len(held) - 3} more" * (len(held) > 3))
 
 
 def _labels(result: Result) -> str:
