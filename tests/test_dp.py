@@ -176,6 +176,18 @@ def test_the_noise_on_the_mean_is_sigma_times_the_norm_by_the_batch(defence, cou
     assert abs(float(noise.mean())) < 4 * 0.6 / count / noise.numel() ** 0.5
 
 
+def test_the_noise_follows_the_norm_that_was_reached(model):
+    batch = many(4)
+    gradient, here = placed(model, batch, EVAL)
+    sizes = []
+    for reached in (1.0, 0.01):
+        here.memory["norm"] = torch.tensor(reached, dtype=torch.float64)
+        sent = AdaptiveClip(sigma=50.0, norm=1.0).on_gradient(gradient, here, seeded(4))
+        sizes.append(float(sent["head.weight"].std()))
+    assert sizes[0] == pytest.approx(50 / 4, rel=0.1)
+    assert sizes[1] == pytest.approx(0.5 / 4, rel=0.1)
+
+
 @pytest.mark.parametrize("defence", [DpSgd(), AdaptiveClip()], ids=["dp-sgd", "adaptive-clip"])
 def test_batch_norm_by_the_batch_is_refused_with_the_remedy(model, batch, defence):
     words = 'mixes the records of a batch: set batch_norm = "eval" in .* group norm'
