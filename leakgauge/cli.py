@@ -309,11 +309,14 @@ def check(
     """Check a plan, say which of its attacks apply and what an update shows before any of them,
     and forecast time and memory."""
     from leakgauge import audit as audits
+    from leakgauge.audit.exposed import begun
+    from leakgauge.audit.privacy import guarantees
     from leakgauge.audit.public import told
     from leakgauge.audit.result import described
-    from leakgauge.report import terminal
+    from leakgauge.report import contents, terminal
 
     checked = audits.read(plan)
+    start = begun(checked)
     table = Table(title=f"{escape(checked.name)}: valid", box=box.SIMPLE_HEAD)
     with console.status("trying each attack for a moment"):
         found = audits.forecast(checked)
@@ -336,7 +339,9 @@ def check(
         f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
-    for exposure in audits.exposures(checked):
+    for promise in guarantees(checked):
+        console.print(escape(contents.promised(promise)), soft_wrap=True)
+    for exposure in audits.exposures(checked, start):
         console.print(terminal.exposure_table(exposure))
     if all(one.reason for one in found.attacks):
         raise NotApplicable("no attack of the plan applies")

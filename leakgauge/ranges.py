@@ -70,6 +70,7 @@ OF_PLANS: dict[str, Range] = {
     "public": count(100_000_000, 0),
     "server_lr": POSITIVE,
     "rounds": count(100_000, 0),
+    "planned_rounds": count(100_000),
     # [federation.training]
     "lr": POSITIVE,
     "batch_size": count(100_000_000),

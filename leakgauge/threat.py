@@ -110,6 +110,7 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
         records=sum(exchange.sizes[k] for k in seen) if "records" in threat.grants else None,
         kept=kept,
         announced=exchange.announced if told else None,
+        round=exchange.index,
         **_truths(exchange, threat),
     )
 

@@ -192,6 +192,7 @@ class Observation(_Set):
     sent (to the victim, where each client got its own; to the first one behind an aggregate).
     `announced` is what the clients' defence tells of itself, known with the training. `answer` is
     what its attacker makes of knowing that defence (threat.adapted); `update` is then the answer's.
+    `round` is the number of the round.
     """
 
     update: Named
@@ -203,6 +204,7 @@ class Observation(_Set):
     kept: Kept | None = None
     announced: Mapping[str, object] | None = None
     answer: Answer | None = None
+    round: int = 0
 
 
 class Keeps(Protocol):
@@ -475,6 +477,14 @@ class UpdateDefence(Announces, Protocol):
     """Changes the update before it leaves the client."""
 
     def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named: ...
+
+
+@runtime_checkable
+class Selective(Protocol):
+    """A defence that not every model can have: `check` refuses one, in the modes of its training,
+    in words."""
+
+    def check(self, model: nn.Module) -> None: ...
 
 
 Defence: TypeAlias = BatchDefence | GradientDefence | UpdateDefence

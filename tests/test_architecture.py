@@ -18,7 +18,7 @@ FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"audit", "exchanges", "guard", "kept"}
+AUDIT = FEDERATION | METHODS | {"accounting", "audit", "exchanges", "guard", "kept"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "secure": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
     "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
-    "audit": FEDERATION | METHODS | {"exchanges", "guard", "kept"},
+    "accounting": TOOLS | {"defences"},
+    "audit": FEDERATION | METHODS | {"accounting", "exchanges", "guard", "kept"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
     "integrations": AUDIT | {"report"},

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from leakgauge.config import build
 from leakgauge.defences import (
     DEFENCES,
+    AdaptiveClip,
     Censor,
     Chain,
     Clip,
     ClipAndNoise,
+    DecayingNoise,
+    DpSgd,
     Guardian,
     HideTop,
     LowRank,
@@ -63,6 +66,9 @@ SAMPLES: list[Defence] = [
     Clip(norm=0.5, scope="layer"),
     ClipAndNoise(epsilon=10.0),
     ClipAndNoise(epsilon=10.0, calibration="papers"),
+    DecayingNoise(),
+    DpSgd(),
+    AdaptiveClip(),
     Prune(share=0.5),
     Prune(share=0.5, scope="whole"),
     TopK(keep=0.1),
@@ -78,7 +84,16 @@ SAMPLES: list[Defence] = [
     PairedNoise(),
     Chain((Clip(norm=0.5), Prune(share=0.5))),
     Chain((TopK(keep=0.5), Guardian(), Quantise(bits=4), PairedNoise())),
+    Chain((AdaptiveClip(), Soteria(share=0.5), DecayingNoise())),
 ]
+
+
+def local_training(defence: Any, **options: Any) -> LocalTraining:
+    """Batches of four; batch norm by the running statistics where records are clipped one by
+    one."""
+    parts = defence.parts if isinstance(defence, Chain) else (defence,)
+    alone = any(isinstance(part, DpSgd | AdaptiveClip) for part in parts)
+    return LocalTraining(**{"batch_size": 4, "batch_norm": "eval" if alone else "train"} | options)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -149,7 +164,7 @@ def test_a_plan_builds_it_from_its_defaults(name):
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_what_is_sent_changes_and_what_it_was_given_does_not(defence, model, batch):
-    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    values, here = placed(model, batch, local_training(defence))
     before, inside = copy.deepcopy(values), copy.deepcopy(here.local)
     state = copy.deepcopy(here.setting.model.state_dict())
     sent = applied(defence, values, here, seeded(1))
@@ -170,7 +185,7 @@ def test_what_is_sent_changes_and_what_it_was_given_does_not(defence, model, bat
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_same_seed_same_bytes(defence, model, batch):
-    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    values, here = placed(model, batch, local_training(defence))
     first = applied(defence, values, here, seeded(1))
     torch.manual_seed(99)  # nothing comes from the global generator
     assert same(first, applied(defence, values, here, seeded(1)))
@@ -178,21 +193,21 @@ def test_same_seed_same_bytes(defence, model, batch):
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_double_precision_stays_double(defence, model, batch):
-    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    values, here = placed(model, batch, local_training(defence))
     sent = applied(defence, {n: v.double() for n, v in values.items()}, here, seeded())
     assert all(value.dtype == torch.float64 for value in sent.values())
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_zeros_and_single_entries_stay_numbers(defence, model, batch):
-    values, here = placed(model, batch, LocalTraining(batch_size=4))
+    values, here = placed(model, batch, local_training(defence))
     zeros = applied(defence, scale(values, 0.0), here, seeded())
     assert all(torch.isfinite(value).all() for value in zeros.values())
 
 
 @pytest.mark.parametrize("defence", SAMPLES, ids=str)
 def test_the_client_sends_the_defended_update(defence, model, batch):
-    training = LocalTraining(lr=0.5, batch_size=4, steps=1)
+    training = local_training(defence, lr=0.5, steps=1)
     plain = train(setting(model, batch), batch, training, seeded(1)).update
     sent = train(setting(model, batch), batch, training, seeded(1), defence).update
     own = spawned(seeded(1), "defence/0/0")  # its randomness moves nothing else
@@ -223,6 +238,22 @@ def test_the_client_sends_the_defended_update(defence, model, batch):
         ("clip-and-noise", {"delta": 0}, "delta must lie between 0 and 1, got 0"),
         ("clip-and-noise", {"delta": 1}, "delta must lie between 0 and 1, got 1"),
         ("clip-and-noise", {"delta": math.nan}, "delta: expected a finite number, got nan"),
+        ("decaying-noise", {"sigma": 0}, "sigma must be positive and finite, got 0"),
+        ("decaying-noise", {"norm": 0}, "norm must be positive and finite, got 0"),
+        ("decaying-noise", {"decay": 0}, r"decay must lie in \(0, 1\], got 0"),
+        ("decaying-noise", {"decay": 1.1}, "decay must lie in"),
+        ("decaying-noise", {"floor": 2}, "floor must lie between 0 and sigma = 1.0, got 2"),
+        ("decaying-noise", {"delta": 1}, "delta must lie between 0 and 1, got 1"),
+        ("dp-sgd", {"sigma": -1}, "sigma must be at least 0 and finite, got -1"),
+        ("dp-sgd", {"norm": 0}, "norm must be positive and finite, got 0"),
+        ("dp-sgd", {"delta": 0}, "delta must lie between 0 and 1, got 0"),
+        ("dp-sgd", {"epsilon": 1}, "unknown key 'epsilon'"),
+        ("adaptive-clip", {"sigma": -1}, "sigma must be at least 0 and finite, got -1"),
+        ("adaptive-clip", {"count_noise": -1}, "count_noise must be at least 0 and finite"),
+        ("adaptive-clip", {"norm": 0}, "norm must be positive and finite, got 0"),
+        ("adaptive-clip", {"rate": 0}, "rate must be positive and finite, got 0"),
+        ("adaptive-clip", {"quantile": 1.5}, r"quantile must lie in \[0, 1\], got 1.5"),
+        ("adaptive-clip", {"delta": 0}, "delta must lie between 0 and 1, got 0"),
         ("prune", {"share": 1}, r"share must lie in \[0, 1\), got 1"),
         ("prune", {"share": -0.1}, "share must lie in"),
         ("prune", {"share": math.nan}, "share: expected a finite number, got nan"),
@@ -609,7 +640,7 @@ class Restless(Noticing):
 
 def federation(model: nn.Module, easy: Dataset, defence: Defence | None, **more: Any) -> Scenario:
     """Three clients whose records are drawn and shuffled anew in each round."""
-    training = LocalTraining(lr=0.1, batch_size=4, epochs=1, order="shuffled")
+    training = local_training(defence, lr=0.1, epochs=1, order="shuffled")
     options: dict[str, Any] = {"clients": 3, "records": 8, "rounds": 2} | more
     return Scenario(lambda: model, easy, training, defence=defence, **options)
 
@@ -647,7 +678,7 @@ def test_every_defence_sees_the_same_records_in_the_same_order(defence, model, e
     plain, watched = Watching(), Watching()
     rounds = [
         simulate(federation(model, easy, one, rounds=1), seeded())
-        for one in (plain, Chain((watched, defence)))
+        for one in (plain, Chain((defence, watched)))
     ]
     assert len(plain.steps) == len(watched.steps) == 12  # 2 rounds × 3 clients × 2 steps
     for one, other in zip(plain.steps, watched.steps, strict=True):

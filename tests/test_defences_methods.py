@@ -21,10 +21,13 @@ from leakgauge.audit import parse, references
 from leakgauge.config import build
 from leakgauge.defences import (
     DEFENCES,
+    AdaptiveClip,
     Censor,
     Chain,
     Clip,
     ClipAndNoise,
+    DecayingNoise,
+    DpSgd,
     Guardian,
     HideTop,
     LowRank,
@@ -96,6 +99,10 @@ LADDERS: dict[str, list[Defence]] = {
     "hide-top": [HideTop(s) for s in (0.2, 0.5, 0.9)],
     "paired-noise": [PairedNoise(s) for s in (0.1, 1.0, 10.0)],
     "clip-and-noise": [ClipAndNoise(e, norm=100.0) for e in (1e8, 1e6, 1e4)],
+    "decaying-noise": [DecayingNoise(s, floor=0.0) for s in (1e-3, 0.1, 10.0)],
+    "dp-sgd, noise": [DpSgd(s, norm=100.0) for s in (0.0, 1e-3, 0.1)],
+    "dp-sgd, clipping": [DpSgd(0.0, norm=n) for n in (100.0, 0.1, 0.01)],
+    "adaptive-clip": [AdaptiveClip(s, norm=100.0) for s in (0.0, 1e-3, 0.1)],
     "chain": [Chain((HideTop(s), PairedNoise(s))) for s in (0.2, 0.5, 0.9)],
 }
 FIXED = {"clip", "sign", "censor"} & DEFENCES.keys()  # no strength; the scale of Clip is undone
@@ -174,6 +181,9 @@ def test_the_analytic_attack_reads_less_of_the_first_layer(ladder):
 LEARNS: dict[str, tuple[Defence, float]] = {
     "clip": (Clip(), 0.5),
     "clip-and-noise": (ClipAndNoise(), 0.5),
+    "decaying-noise": (DecayingNoise(0.05, floor=0.01), 0.5),
+    "dp-sgd": (DpSgd(0.5), 0.5),
+    "adaptive-clip": (AdaptiveClip(0.5), 0.5),
     "prune": (Prune(), 0.5),
     "top-k": (TopK(), 0.5),
     "sign": (Sign(), 0.5),

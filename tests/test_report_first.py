@@ -14,9 +14,10 @@ from sample_result import failed, measured_by, rederive, rescored, sample, unsco
 from test_report_diff import printed
 from test_schema import REAL, schema_1, schema_2
 
+from leakgauge.accounting import Spent
 from leakgauge.attacks import Exposure, LayerExposure
 from leakgauge.audit import advice, schema
-from leakgauge.audit.results import Measurement
+from leakgauge.audit.results import Guarantee, Measurement
 from leakgauge.audit.verdict import measurements
 from leakgauge.metrics import METRICS
 from leakgauge.report import (
@@ -389,3 +390,15 @@ def test_an_axis_of_counts_reaches_its_most(most):
     assert axis.ticks[-1] == axis.high
     assert 2 <= len(axis.ticks) <= 6
     assert all("≥" not in tick.text for tick in figures.ticks(axis))
+
+
+@pytest.mark.parametrize("form", ["html", "markdown", "pdf"])
+def test_every_form_says_what_each_defence_spends_over_all_rounds(form, told, tmp_path):
+    words = "Over 30 rounds, all updates of a client are protected, quotably."
+    told_of = Spent(6.5, 1e-5, "rdp", 30, "update", words)
+    promises = (Guarantee("none", "Nothing is promised."), Guarantee("prune", told_of))
+    made = replace(sample(tmp_path), privacy=promises)
+    text = told(form, made, tmp_path)
+    for part in ("Epsilon over all rounds", "6.50", words, "Nothing is promised."):
+        assert part in text
+    assert "Epsilon over all rounds" not in told(form, replace(made, privacy=()), tmp_path)

@@ -27,7 +27,8 @@ class Federation:
     `data = { folder = "…" }` and `{ npz = "…" }` are short for those two loaders, and `{ captured =
     "…" }` names a folder of captured rounds, which say themselves what follows (model, training,
     record, clients). `record` says how records are normalised before they enter the model. `rounds`
-    lists the attack stages: honest rounds played before the one that is attacked. `public` records
+    lists the attack stages: honest rounds played before the one that is attacked; `planned_rounds`
+    is how many the federation will have in all, over which privacy is spent. `public` records
     are held by the attacker and by no client: so many of the data, set aside, or a data set, named
     as in `data` (default: see public.py). `secure` aggregation shows no server a single update."""
 
@@ -44,6 +45,7 @@ class Federation:
     weighting: Weighting = "records"
     partition: str | Table = "iid"
     rounds: tuple[int, ...] = (0,)
+    planned_rounds: int | None = None
     public: int | str | Table | None = None
     secure: SecureSum | None = None
 
@@ -56,6 +58,11 @@ class Federation:
         if not self.rounds or min(self.rounds) < 0 or len(set(self.rounds)) < len(self.rounds):
             raise ValueError(
                 f"rounds must list different stages from 0 up, got {list(self.rounds)}"
+            )
+        if self.planned_rounds is not None and self.planned_rounds <= max(self.rounds):
+            raise ValueError(
+                f"planned_rounds must be above the last attacked round, {max(self.rounds)} "
+                f"(they count from 0), got {self.planned_rounds}"
             )
         if self.clients < 1:
             raise ValueError(f"clients must be at least 1, got {self.clients}")

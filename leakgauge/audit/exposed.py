@@ -9,16 +9,22 @@ from leakgauge import threat
 from leakgauge.attacks import Exposure, exposure
 from leakgauge.audit import cases
 from leakgauge.audit.plan import Plan
+from leakgauge.fl.local import ready
 from leakgauge.fl.simulate import initial_model, records_of, shards_of
 from leakgauge.tensors import seeded
+from leakgauge.types import Selective
 
 
 def begun(plan: Plan) -> tuple[nn.Module, torch.Generator]:
     """The first model of the plan, and the generator that drew it: what it draws next is who holds
-    which records."""
+    which records. A model that a defence of the plan cannot work on is refused."""
     first = cases.trials(plan)[0]
     rng = seeded(first.seed, "federation")
-    return initial_model(first.scenario(plan), rng), rng
+    model = initial_model(first.scenario(plan), rng)
+    for defence in plan.defences.values():
+        if isinstance(defence, Selective):
+            defence.check(ready(model, plan.document.federation.training))
+    return model, rng
 
 
 def exposures(

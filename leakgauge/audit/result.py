@@ -22,6 +22,7 @@ from leakgauge.audit.document import name_of
 from leakgauge.audit.forecast import Forecast
 from leakgauge.audit.ladder import describe
 from leakgauge.audit.plan import Plan
+from leakgauge.audit.privacy import guarantees
 from leakgauge.audit.public import told
 from leakgauge.audit.results import (
     Attacker,
@@ -39,6 +40,7 @@ from leakgauge.audit.results import (
 from leakgauge.audit.schema import SCHEMA
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
+from leakgauge.models.precode import Bottleneck
 from leakgauge.types import Round
 
 
@@ -60,6 +62,7 @@ def assemble(
     tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
     attacks = [attack for name, attack in plan.attacks.items() if name in tried]
     others = [v for kind in (plan.restorers, plan.defences, plan.metrics) for v in kind.values()]
+    layers = [layer.options for layer in model.modules() if isinstance(layer, Bottleneck)]
     given = Result(
         schema=SCHEMA,
         leakgauge=__version__,
@@ -77,7 +80,7 @@ def assemble(
         sensitivity=sensitivity,
         trials=tuple(trials),
         not_run=tuple(not_run),
-        references=references.of([*attacks, *others, plan.document.federation.secure]),
+        references=references.of([*attacks, *others, plan.document.federation.secure, *layers]),
         times=RunTimes(
             cpu_seconds=cpu,
             wall_seconds=wall,
@@ -86,6 +89,7 @@ def assemble(
         ),
         interrupted=interrupted,
         exposure=exposure,
+        privacy=guarantees(plan),
     )
     return derived(given, [case.id for case in controls], _ladder(plan, rungs))
 

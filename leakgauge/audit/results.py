@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PureWindowsPath
 from typing import Literal, TypeAlias
 
+from leakgauge.accounting import Spent
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.document import Document, Limit
 from leakgauge.papers import Paper
@@ -369,6 +370,15 @@ class Attacker:
 
 
 @dataclass(frozen=True)
+class Guarantee:
+    """What a defence of the plan spends of privacy over all planned rounds, or one sentence why
+    nothing is promised."""
+
+    defence: str
+    spent: Spent | str
+
+
+@dataclass(frozen=True)
 class Sensitivity:
     noise: float
     cosine_distance: float
@@ -416,6 +426,7 @@ class Result:
     times: RunTimes
     interrupted: bool = False
     exposure: tuple[Exposure, ...] = ()  # one for each number of records behind an update
+    privacy: tuple[Guarantee, ...] = ()  # one for each defence of the plan
 
     def __post_init__(self) -> None:
         limits = {metric.name: metric.limit for metric in self.metrics}

@@ -1,9 +1,12 @@
 """What a client does to the update before it leaves: one file per method."""
 
+from leakgauge.defences.adaptive_clip import AdaptiveClip
 from leakgauge.defences.censor import Censor
 from leakgauge.defences.chain import Chain
 from leakgauge.defences.clip import Clip
 from leakgauge.defences.clip_and_noise import ClipAndNoise
+from leakgauge.defences.decaying_noise import DecayingNoise
+from leakgauge.defences.dp_sgd import DpSgd
 from leakgauge.defences.guardian import Guardian
 from leakgauge.defences.hide_top import HideTop
 from leakgauge.defences.low_rank import LowRank
@@ -19,6 +22,9 @@ from leakgauge.types import Defence
 DEFENCES: dict[str, type[Defence]] = {
     "clip": Clip,
     "clip-and-noise": ClipAndNoise,
+    "decaying-noise": DecayingNoise,
+    "dp-sgd": DpSgd,
+    "adaptive-clip": AdaptiveClip,
     "prune": Prune,
     "top-k": TopK,
     "sign": Sign,
@@ -34,10 +40,13 @@ DEFENCES: dict[str, type[Defence]] = {
 
 __all__ = [
     "DEFENCES",
+    "AdaptiveClip",
     "Censor",
     "Chain",
     "Clip",
     "ClipAndNoise",
+    "DecayingNoise",
+    "DpSgd",
     "Guardian",
     "HideTop",
     "LowRank",

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from leakgauge.defences.adaptive_clip import AdaptiveClip
+from leakgauge.defences.dp_sgd import DpSgd
 from leakgauge.papers import Paper
 from leakgauge.tensors import seeded
 from leakgauge.types import (
@@ -27,6 +30,7 @@ from leakgauge.types import (
     Memory,
     Named,
     Observation,
+    Selective,
     UpdateDefence,
 )
 
@@ -40,6 +44,23 @@ class Chain:
     def __post_init__(self) -> None:
         if not self.defences:
             raise ValueError("defences must name at least one defence, got none")
+        changed = False
+        for one in self.parts:
+            if changed and isinstance(one, DpSgd | AdaptiveClip):
+                raise ValueError(
+                    "dp-sgd and adaptive-clip compute the gradient of each record anew: name them "
+                    "before a defence that changes the gradient of a step, not after it"
+                )
+            changed = changed or isinstance(one, GradientDefence)
+
+    @property
+    def parts(self) -> tuple[Defence, ...]:
+        """The defences, those of a chain within one by one."""
+        return tuple(
+            part
+            for one in self.defences
+            for part in (one.parts if isinstance(one, Chain) else (one,))
+        )
 
     @property
     def papers(self) -> tuple[Paper, ...]:
@@ -47,6 +68,11 @@ class Chain:
 
     def announced(self) -> dict[str, object]:
         return {"defences": tuple(defence.announced() for defence in self.defences)}
+
+    def check(self, model: nn.Module) -> None:
+        for one in self.defences:
+            if isinstance(one, Selective):
+                one.check(model)
 
     def on_batch(self, batch: Batch, here: Here, rng: torch.Generator) -> Batch:
         for one, place, own in self._each(here, rng):

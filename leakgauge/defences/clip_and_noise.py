@@ -11,7 +11,8 @@ Differential Privacy", ICML 2018, Theorem 8), valid for every ε:
 `calibration="papers"` takes σ = √(2 ln(1/δ)) / ε as the attack papers do (FedLeak §6); its proof
 asks for ε < 1, so for larger ε we do not call it differential privacy.
 
-The guarantee is for one update of one client against an empty one (add or remove); rounds compose.
+`epsilon` sets the noise of one round. What all rounds spend is more: leakgauge/accounting.py counts
+it, for the updates of one client against empty ones (add or remove).
 `norm` is in units of the update: for one step of SGD, learning rate × gradient.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -49,9 +51,10 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class ClipAndNoise:
-    """Limits the update and adds noise for a chosen (ε, δ)."""
+    """Limits the update and adds noise, the same in every round."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    unit: ClassVar[Literal["update"]] = "update"
     epsilon: float = option(100.0, POSITIVE)
     delta: float = option(1e-5, Range(0, 1, open=True))
     norm: float = option(1.0, POSITIVE)
@@ -68,25 +71,13 @@ class ClipAndNoise:
         return {"norm": self.norm, "sigma": self.sigma()}
 
     def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
-        spread = self.sigma() * self.norm
-        return {
-            name: value + spread * torch.randn(value.shape, generator=rng, dtype=value.dtype)
-            for name, value in clipped(update, self.norm).items()
-        }
+        return noised(update, self.norm, self.sigma(), rng)
+
+    def multiplier(self, round_: int) -> float:
+        return self.sigma()
 
     def answered(self, seen: Observation) -> Answer:
-        """Take from each layer the noise that its singular values cannot hold, and clip what a
-        candidate would have sent."""
-        spread = dict.fromkeys(seen.update, self.sigma() * self.norm)
-        update = shrunk(seen.update, spread)
-        return Answer(
-            "takes away the noise as far as its known size allows, and clips its candidates' "
-            "updates by the same rule",
-            update,
-            restored=True,
-            through=lambda one: shortened(one, self.norm),
-            again=lambda rng: self.on_update(update, Here(seen.setting), rng),
-        )
+        return unnoised(seen, self.norm, self.sigma())
 
     def sigma(self) -> float:
         """Noise multiplier: the standard deviation for a norm of 1."""
@@ -95,6 +86,30 @@ class ClipAndNoise:
         return gaussian_sigma(self.epsilon, self.delta)
 
 
+def noised(update: Named, norm: float, sigma: float, rng: torch.Generator) -> Named:
+    """clip_C(u) + N(0, (σC)²)"""
+    spread = sigma * norm
+    return {
+        name: value + spread * torch.randn(value.shape, generator=rng, dtype=value.dtype)
+        for name, value in clipped(update, norm).items()
+    }
+
+
+def unnoised(seen: Observation, norm: float, sigma: float) -> Answer:
+    """The answer to `noised`: take from each layer the noise that its singular values cannot hold,
+    and clip what a candidate would have sent."""
+    update = shrunk(seen.update, dict.fromkeys(seen.update, sigma * norm))
+    return Answer(
+        "takes away the noise as far as its known size allows, and clips its candidates' updates "
+        "by the same rule",
+        update,
+        restored=True,
+        through=lambda one: shortened(one, norm),
+        again=lambda rng: noised(update, norm, sigma, rng),
+    )
+
+
+@cache
 def gaussian_sigma(epsilon: float, delta: float) -> float:
     """Smallest σ with which the Gaussian mechanism of sensitivity 1 is (ε, δ)-private."""
 

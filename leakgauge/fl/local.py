@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.errors import InputError
+from leakgauge.fl.forward import additions, sampling
 from leakgauge.tensors import parameters, spawned, subtract
 from leakgauge.types import (
     Among,
@@ -55,8 +56,11 @@ def loss(
     training: LocalTraining,
     step: int = 0,
 ) -> Tensor:
-    """The task's mean loss of a `ready` model with parameters (and buffers) `values`."""
-    return setting.task.loss(logits(setting, values, inputs, training, step), labels)
+    """The task's mean loss of a `ready` model with parameters (and buffers) `values`, and what its
+    layers add to it."""
+    with additions() as more:
+        out = logits(setting, values, inputs, training, step)
+    return sum(more, start=setting.task.loss(out, labels))
 
 
 def attempt(
@@ -71,7 +75,8 @@ def attempt(
     the user's: whatever its forward raises becomes an InputError."""
     where = f"the model, in local training on a batch of {len(inputs)}"
     try:
-        out = logits(setting, values, inputs, training, step)
+        with additions() as more:
+            out = logits(setting, values, inputs, training, step)
     except (Exception, SystemExit) as error:
         hint = ""
         if "more than 1 value per channel" in str(error):  # PyTorch's own words
@@ -85,7 +90,7 @@ def attempt(
             f"{where}, gave logits of which no trained parameter has a gradient. Leave detach() "
             "and no_grad() out of its forward, at least behind a trained layer."
         )
-    return setting.task.loss(out, labels)
+    return sum(more, start=setting.task.loss(out, labels))
 
 
 def logits(
@@ -263,6 +268,7 @@ def train(
     among = among or Among()
     here = Here(setting, round_, memory={} if memory is None else memory, among=among)
     own = spawned(rng, f"defence/{round_}/{among.client}")
+    secret = int(torch.randint(2**62, (), generator=spawned(rng, f"drawn/{round_}/{among.client}")))
     if isinstance(defence, BatchDefence):
         batch = defence.on_batch(batch, here, own)
     before = parameters(setting.model)
@@ -276,18 +282,19 @@ def train(
         weights = [w.detach().requires_grad_() for w in state.weights]
         values = dict(zip(names, weights, strict=True)) | buffers
         part = Batch(batch.inputs[chosen], batch.labels[chosen])
-        objective = attempt(live, values, part.inputs, part.labels, training, step)
-        gradient: Sequence[Tensor] = torch.autograd.grad(
-            objective,
-            weights,
-            materialize_grads=True,  # a parameter the loss does not use stays
-        )
-        if isinstance(defence, GradientDefence):
-            named = dict(zip(names, gradient, strict=True))
-            seen = {name: value.detach().clone() for name, value in values.items()}
-            local = Local(live, training, part, seen)
-            shielded = defence.on_gradient(named, replace(here, step=step, local=local), own)
-            gradient = [shielded[name] for name in names]
+        with sampling(secret + step):
+            objective = attempt(live, values, part.inputs, part.labels, training, step)
+            gradient: Sequence[Tensor] = torch.autograd.grad(
+                objective,
+                weights,
+                materialize_grads=True,  # a parameter the loss does not use stays
+            )
+            if isinstance(defence, GradientDefence):
+                named = dict(zip(names, gradient, strict=True))
+                seen = {name: value.detach().clone() for name, value in values.items()}
+                local = Local(live, training, part, seen)
+                shielded = defence.on_gradient(named, replace(here, step=step, local=local), own)
+                gradient = [shielded[name] for name in names]
         with torch.no_grad():
             state = advance(state, gradient, training)
     if training.sends == "weights":

@@ -143,12 +143,16 @@ def _trained(planned: Round, memory: Sequence[Memory], rng: torch.Generator) -> 
 
 def initial_model(scenario: Scenario, rng: torch.Generator) -> nn.Module:
     """The model of round 0: the same for the same `rng`, whatever the global generator holds."""
-    seed = int(torch.randint(0, 2**62, (), generator=rng))
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(model_seed(rng))
         model = plain(scenario.make_model(), "make_model()")
         _try_out(model, scenario)
     return model
+
+
+def model_seed(rng: torch.Generator) -> int:
+    """What the first model is drawn from: the first that a federation draws."""
+    return int(torch.randint(0, 2**62, (), generator=rng))
 
 
 def _try_out(model: nn.Module, scenario: Scenario) -> None:

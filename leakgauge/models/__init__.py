@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakgauge.config import choose, did_you_mean, imported
+from leakgauge.config import choose, convert, did_you_mean, imported
 from leakgauge.errors import InputError, PlanError
 from leakgauge.fl.model import plain
 from leakgauge.models.checkpoint import load, save
 from leakgauge.models.densenet import densenet_121
 from leakgauge.models.init import INITS
 from leakgauge.models.mobilenet import mobilenet_v2
+from leakgauge.models.precode import Precode, inserted
 from leakgauge.models.resnet import resnet, resnet_9
 from leakgauge.models.small import cnn, convnet, lenet_5, lenet_zhu, mlp
 from leakgauge.models.vit import VisionTransformer
+from leakgauge.ranges import check_numbers
 
 __all__ = ["INITS", "MODELS", "load", "make", "save"]
 
@@ -53,6 +55,7 @@ def make(
     classes: int,
     init: str = "torch",
     rng: torch.Generator,
+    precode: bool | dict[str, Any] = False,
     **options: Any,
 ) -> nn.Module:
     """A network for images of `shape` (C, H, W) and `classes` logits, on the CPU, in train mode.
@@ -60,12 +63,14 @@ def make(
     `name` is a key of `MODELS`, or "module:callable" for a model of your own: **this imports the
     module and runs its code**, so name only code you trust. The callable takes `shape` and
     `classes` if its signature names them, and the options; its model is tried on two blank images.
+    `precode` puts a variational bottleneck before the last layer: true, or a table of its options.
 
     The weights depend on `rng` alone, from which one number is drawn; PyTorch's global generator is
     left as it was.
     """
     _check_sizes(shape, classes)
     initialise = choose(INITS, init, "initialisation")
+    bottleneck = _precode(precode)
     own = ":" in name
     build = imported(name, "model") if own else choose(MODELS, name, "model")
     arguments = _arguments(name, build, {"shape": shape, "classes": classes}, options)
@@ -77,8 +82,19 @@ def make(
             _try_out(name, model, shape, classes)
         else:
             model = build(**arguments)
+        if bottleneck is not None:
+            model = inserted(model, bottleneck, shape)
         initialise(model, stream)
     return model
+
+
+def _precode(value: bool | dict[str, Any]) -> Precode | None:
+    if value is False:
+        return None
+    found = convert({} if value is True else value, Precode, "model.precode")
+    check_numbers(found, "model.precode")
+    assert isinstance(found, Precode)
+    return found
 
 
 def _check_sizes(shape: tuple[int, int, int], classes: int) -> None:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from leakgauge.accounting import Spent, shown
 from leakgauge.audit.advice import defended
 from leakgauge.audit.document import NO_DEFENCE, Table
 from leakgauge.audit.results import (
     Attacker,
     Found,
+    Guarantee,
     Measured,
     Measurement,
     Result,
@@ -412,7 +414,7 @@ def trade_off(result: Result) -> list[Trade]:
             groups.setdefault((row.round, row.defence), []).append((row, found))
     if len({defence for _, defence in groups}) < 2:
         return []
-    options = settings(result.plan.defence)
+    options = protections(result)
     trades = []
     for (stage, defence), rows in groups.items():
         # The row that leaks most: by the share of pictures recovered, then by the median.
@@ -433,6 +435,48 @@ def settings(methods: Sequence[Table]) -> dict[str, str]:
         key = unused(str(options["name"]), named)  # as in the plan
         named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
     return named
+
+
+def protections(result: Result) -> dict[str, str]:
+    """Options of each defence, and beside them what it spends of privacy over all rounds: an
+    epsilon of one round never stands alone."""
+    promises = {one.defence: one.spent for one in result.privacy}
+    options = dict.fromkeys(promises, "") | settings(result.plan.defence)
+    for name, text in options.items():
+        told = promises.get(name)
+        if isinstance(told, Spent):
+            words = f"over {count(told.rounds, 'round')} epsilon = {shown(told.epsilon)}"
+        elif "epsilon = " in text:
+            words = "its epsilon promises nothing over the rounds"
+        else:
+            continue
+        options[name] = f"{text}; {words}" if text else words
+    return options
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a defence promises over all rounds; `epsilon` is a dash where that is nothing."""
+
+    defence: str
+    epsilon: str
+    words: str
+
+
+def privacy(result: Result) -> list[Promise]:
+    """One for each defence of the plan; none in results from before it was counted."""
+    return [
+        Promise(named(one.defence), shown(one.spent.epsilon), one.spent.words)
+        if isinstance(one.spent, Spent)
+        else Promise(named(one.defence), NOTHING, one.spent)
+        for one in result.privacy
+    ]
+
+
+def promised(one: Guarantee) -> str:
+    """What a defence spends over all rounds, on one line."""
+    words = one.spent.words if isinstance(one.spent, Spent) else one.spent
+    return f"privacy with {named(one.defence)}: {words}"
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def defence_verdicts(result: Result) -> list[DefenceVerdict]:
     """One line for each defence of the plan, no defence included."""
     if not result.verdict:
         return []
-    options = contents.settings(result.plan.defence)
+    options = contents.protections(result)
     return [
         DefenceVerdict(
             contents.named(entry.defence),

@@ -6,7 +6,7 @@ from leakgauge.audit.results import Result
 from leakgauge.report import contents, first_screen
 from leakgauge.report.contents import Images
 from leakgauge.report.pictures import Shown
-from leakgauge.report.wording import count, percent
+from leakgauge.report.wording import NOTHING, count, percent
 
 
 def gists(result: Result, images: Images, shown: list[Shown]) -> dict[str, str]:
@@ -15,6 +15,7 @@ def gists(result: Result, images: Images, shown: list[Shown]) -> dict[str, str]:
         "findings": _findings(result),
         "reconstructions": "hidden" if images == "hide" else _pictures(shown),
         "defences": _defences(result),
+        "privacy": _privacy(result),
         "distributions": "the likeness of every record, not the median alone",
         "labels": _labels(result),
         "why": _why(result),
@@ -50,6 +51,15 @@ def _defences(result: Result) -> str:
     verdicts = first_screen.defence_verdicts(result)
     below = sum(line.outcome == contents.OUTCOMES["below the limit"] for line in verdicts)
     return f"{len(verdicts)} compared, {below} below the limit"
+
+
+def _privacy(result: Result) -> str:
+    lines = contents.privacy(result)
+    held = [line for line in lines if line.epsilon != NOTHING]
+    if not held:
+        return "no defence of this plan promises any"
+    few = ", ".join(f"{line.defence} {line.epsilon}" for line in held[:3])
+    return f"epsilon over all rounds: {few}" + (f" and {len(held) - 3} more" * (len(held) > 3))
 
 
 def _labels(result: Result) -> str:

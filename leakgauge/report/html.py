@@ -86,6 +86,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         labels=charts.labels(result),
         ladder=charts.ladder(result),
         trades=charts.defences(result),
+        privacy=contents.privacy(result),
         coverage=contents.coverage(result),
         whole_reasons=contents.whole_reasons(result),
         failures=contents.failures(result),

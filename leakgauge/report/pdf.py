@@ -73,6 +73,10 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
             _heading(pdf, title)
             _text(pdf, words, size=8, colour=MUTED)
             _plot(pdf, chart)
+    if promises := contents.privacy(result):
+        _heading(pdf, "Differential privacy")
+        said = [(one.defence, one.epsilon, one.words) for one in promises]
+        _table(pdf, ("Defence", "Epsilon over all rounds", "In words"), said, (3, 2, 9))
     _why(pdf, result)
     _control(pdf, result)
     _heading(pdf, "Threat model")
