@@ -6,10 +6,10 @@
 One record of CIFAR-10 (32 × 32, the folder named by LEAKGAUGE_DATA) per draw, LeNet (Zhu) with a
 new draw of weights, one step of SGD; the judged pairs of the board (board.py), on which nothing was
 chosen. Two attacks: iDLG (L-BFGS on the squared distance, 300 evaluations) and Inverting Gradients
-(cosine and total variation, 500 iterations). The table shows, of each defence, the attack that has
-the highest median over the whole sweep. *From here on it fails* marks the first strength at which
-the adaptive attacker's median is not above that of a mean image. Every run is one line of the file,
-written when it ends: start again to go on.
+(cosine and total variation, 500 iterations). Each number is the median of the attack whose median
+is the higher at that setting, by each kind of attacker. *From here on it fails* marks the first
+strength at which that of the adaptive attacker is not above a mean image's. Every run is one line
+of the file, written when it ends: start again to go on.
 """
 
 from __future__ import annotations
@@ -101,38 +101,38 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def table(done: list[dict[str, Any]]) -> str:
     rows = [
-        "| defence | setting | attack | draws | naive, dB | adaptive, dB | mean image, dB | |",
+        "| defence | setting | draws | naive, dB | adaptive, dB | attack | mean image, dB | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(one["defence"] for one in done):
         mine = [one for one in done if one["defence"] == name]
-        settings = list(dict.fromkeys(one["setting"] for one in mine))
-        # The attack that does best over the whole sweep, with either kind of attacker.
-        best = max(ATTACKS, key=lambda a: max(
-            statistics.median(o[who] for o in mine if o["attack"] == a)
-            for who in ("naive", "adaptive")
-        ))  # fmt: skip
         points, failed = [], False
-        for setting in settings:
-            runs = [o for o in mine if (o["setting"], o["attack"]) == (setting, best)]
-            told = {who: [o[who] for o in runs] for who in ("naive", "adaptive", "mean image")}
-            middle = {who: statistics.median(values) for who, values in told.items()}
-            points.append(middle["adaptive"])
-            word = ""
-            if middle["adaptive"] <= middle["mean image"] and not failed and name != "none":
-                word, failed = "from here on it fails", True
-            spans = (
-                f"{middle[who]:.1f} ({min(told[who]):.1f}–{max(told[who]):.1f})"
-                for who in ("naive", "adaptive")
-            )
+        for setting in dict.fromkeys(one["setting"] for one in mine):
+            runs = [one for one in mine if one["setting"] == setting]
+            naive, adaptive = (strongest(runs, who) for who in ("naive", "adaptive"))
+            base = statistics.median(one["mean image"] for one in runs)
+            points.append(adaptive[0])
+            fails = adaptive[0] <= base and not failed and name != "none"
+            failed = failed or fails
             rows.append(
-                f"| {name} | {setting} | {best} | {len(runs)} | {' | '.join(spans)} | "
-                f"{middle['mean image']:.1f} | {word} |"
+                f"| {name} | {setting} | {len({one['draw'] for one in runs})} | {naive[1]} | "
+                f"{adaptive[1]} | {adaptive[2]} | {base:.1f} | "
+                f"{'from here on it fails' if fails else ''} |"
             )
         if len(points) > 2 and max(points) - min(points) > 1.0:  # dB; less is no trend
             rank = spearmanr(range(len(points)), points).statistic
-            rows.append(f"| {name} | rank correlation | | | | {rank:.2f} | | |")
+            rows.append(f"| {name} | rank correlation | | | {rank:.2f} | | | |")
     return "\n".join(rows)
+
+
+def strongest(runs: list[dict[str, Any]], who: str) -> tuple[float, str, str]:
+    """Of one setting, the median of the attack whose median is highest, in words, and its name."""
+    found = []
+    for attack in ATTACKS:
+        scores = [one[who] for one in runs if one["attack"] == attack]
+        middle = statistics.median(scores)
+        found.append((middle, f"{middle:.1f} ({min(scores):.1f}–{max(scores):.1f})", attack))
+    return max(found)
 
 
 def main() -> None:

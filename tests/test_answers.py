@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leakgauge import metrics, threat
 from leakgauge.attacks import IDLG, Analytic, InvertingGradients
-from leakgauge.attacks._matching import _variation
+from leakgauge.attacks._priors import total_variation
 from leakgauge.defences import DEFENCES, Chain, Clip, ClipAndNoise, Prune, Quantise, TopK
 from leakgauge.defences._answers import Layer, beyond, completed, layers, shrunk
 from leakgauge.fl import Scenario, simulate
@@ -205,11 +205,6 @@ def test_beyond_is_zero_inside() -> None:
     assert beyond(value, centre, 1.0).tolist() == [0.0, 0.0, 1.0, -2.0]
 
 
-def test_variation_sums_what_neighbours_differ_by() -> None:
-    image = torch.tensor([[[[0.0, 1.0], [0.0, 3.0]]]])
-    assert float(_variation(image)) == 1 + 3 + 0 + 2
-
-
 # Attacks.
 
 
@@ -278,8 +273,23 @@ def test_noise_makes_an_attacker_expect_smooth_pictures() -> None:
         defence = ClipAndNoise(epsilon=epsilon, norm=1.0, calibration="papers")
         seen, _, _ = played(defence, convolution, batch_norm="eval")
         guess = IDLG(iterations=100).reconstruct(threat.adapted(seen, defence), rng(2))
-        rough.append(float(_variation(guess.inputs)))
+        rough.append(float(total_variation(guess.inputs)))
     assert max(rough[1:]) < 0.2 * rough[0]
+
+
+def test_what_an_attack_asks_of_smoothness_itself_counts() -> None:
+    """An attack that asks for more smoothness than the noise does is asked for no more."""
+    defence = ClipAndNoise(epsilon=1e6, norm=1.0, calibration="papers")
+    seen, _, _ = played(defence, convolution, batch_norm="eval")
+    held = threat.adapted(seen, defence)
+    assert held.answer is not None
+    without = replace(held, answer=replace(held.answer, again=None))
+    guesses = [InvertingGradients(iterations=20, tv=10.0).reconstruct(one, rng(2)).inputs
+               for one in (held, without)]  # fmt: skip
+    assert torch.equal(*guesses)
+    guesses = [InvertingGradients(iterations=20, tv=0.0).reconstruct(one, rng(2)).inputs
+               for one in (held, without)]  # fmt: skip
+    assert not torch.equal(*guesses)
 
 
 def test_an_answer_says_nothing_of_the_memory_or_the_chance_of_a_defence() -> None:

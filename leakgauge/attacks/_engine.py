@@ -29,6 +29,7 @@ float32 itself is too coarse it goes on in float64. Notes say so. What was found
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -131,6 +132,7 @@ class Engine:
         unit = 1 / (training.lr * len(self._steps))
         self.target = [seen.update[n].to(self.device, dtype) * unit for n in self.names]
         self.unit = unit
+        self.values = records * math.prod(seen.record.shape)  # of all candidates
         self._errors = None if errors is None else errors.to(self.device, dtype)
         self._gates = [Gate() for _ in self._steps]
         self._single = len(self._steps) == 1 and training.optimiser == "sgd"

@@ -21,11 +21,13 @@ from leakgauge.attacks._engine import Engine, Mode, Trust
 from leakgauge.attacks._labels import LabelRule, knowledge
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._objectives import Distance
+from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._spaces import SPACES, Pixels, Space, SpaceName, Start
 from leakgauge.errors import InputError
 from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
 from leakgauge.records import pictures
+from leakgauge.tensors import spawned
 from leakgauge.types import (
     Answer,
     Knowledge,
@@ -302,7 +304,7 @@ def match(
     compared = distance
     if seen.answer:
         compared = _adapted(distance, seen.answer, engine)
-        priors = (*priors, *_smooth(distance, seen.answer, engine, rng))
+        priors = (*priors, *_smooth(distance, seen.answer, engine, priors, rng))
     deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
     done = 0
 
@@ -381,25 +383,27 @@ def _left(update: Sequence[Tensor], answer: Answer, engine: Engine) -> list[Tens
 
 
 def _smooth(
-    distance: Distance | Phases, answer: Answer, engine: Engine, rng: torch.Generator
+    distance: Distance | Phases,
+    answer: Answer,
+    engine: Engine,
+    priors: tuple[Prior, ...],
+    rng: torch.Generator,
 ) -> tuple[Prior, ...]:
     """What an attacker expects of pictures who knows how noisy an update is: the most probable
     picture, where the distance of the noise alone counts for half a unit of log-likelihood per
-    entry, and neighbouring values differ as those of photographs do, by ROUGH in the mean."""
+    entry, and neighbouring values differ as those of photographs do, by ROUGH in the mean. What the
+    attack itself asks of the total variation counts."""
     if answer.again is None:
         return ()
     aim = _left([t.double() for t in engine.target], answer, engine)
-    sent = answer.again(rng)
+    sent = answer.again(spawned(rng, "again"))
     again = [sent[n].to(engine.device, torch.float64) * engine.unit for n in engine.names]
     one = distance.at(0.0) if isinstance(distance, Phases) else distance
     noise = float(one([a.clone() for a in _left(again, answer, engine)], aim)[0])
-    weight = 2 * noise / (sum(a.numel() for a in again) * ROUGH)
-    return ((_variation, constant(weight)),)
-
-
-def _variation(images: Tensor) -> Tensor:
-    """Differences between neighbours, summed over all images."""
-    return sum((images.diff(dim=d).abs().sum() for d in (-2, -1)), images.new_zeros(()))
+    wanted = 2 * noise / (sum(a.numel() for a in again) * ROUGH)
+    total = wanted * engine.values  # of a mean, in place of a sum, over all values
+    own = sum(weight(0.0) for prior, weight in priors if prior is total_variation)
+    return ((total_variation, constant(max(0.0, total - own))),)
 
 
 def _adapted(distance: Distance | Phases, answer: Answer, engine: Engine) -> Distance | Phases:
