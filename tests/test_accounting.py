@@ -130,6 +130,13 @@ def test_decaying_noise_spends_more_than_steady_noise_and_less_than_its_last():
     assert all(a < b for a, b in pairwise(found))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_of_very_many_kinds_of_noise_a_little_too_much_is_counted_and_never_too_little():
+    defence = DecayingNoise(5.0, 0.999, 0.1)
+    exact = stepped("rdp", [(defence.multiplier(r), 1.0) for r in range(350)])
+    assert exact < counted(defence, rounds=350).epsilon < 1.01 * exact
+
+
 # --- words -------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,10 @@ from leakgauge.audit.results import Guarantee, Result
 from leakgauge.cli import app
 from leakgauge.defences import Chain, ClipAndNoise, DecayingNoise, DpSgd, Prune
 from leakgauge.errors import InputError, PlanError
+from leakgauge.fl.simulate import initial_model, shards_of
 from leakgauge.report import contents, html, markdown
 from leakgauge.report.wording import NOTHING
+from leakgauge.tensors import seeded
 
 Table = dict[str, Any]
 
@@ -107,6 +109,18 @@ def test_of_clients_that_hold_different_numbers_the_smallest_counts():
     assert isinstance(even, Spent)
     assert isinstance(uneven, Spent)
     assert uneven.epsilon > even.epsilon
+
+
+def test_the_shares_are_those_that_the_clients_of_the_trials_hold():
+    plan = parse(
+        table({"name": "dp-sgd"}, clients=4, planned_rounds=6, partition="dirichlet"),
+        "plan", Path(),
+    )  # fmt: skip
+    scenario = plan.scenario(0, "dp-sgd")
+    rng = seeded(0, "federation")
+    initial_model(scenario, rng)
+    fewest = min(len(shard) for shard in shards_of(scenario, rng))
+    assert guarantees(plan)[0].spent == spent(DpSgd(), rounds=6, rate=1 / fewest)
 
 
 @pytest.mark.parametrize(("actor", "rate"), [("server", 1.0), ("aggregate", 1.0), ("client", 0.4)])
