@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from leakgauge.audit import advice
 from leakgauge.audit.advice import capped, defended, reached, what_leaks
+from leakgauge.audit.document import settings
 from leakgauge.audit.results import Decided, Leak, Measured, Result
 from leakgauge.report import contents
 from leakgauge.report.contents import Images
@@ -107,8 +108,10 @@ def _measured(leak: Leak) -> str:
 
 
 def next_steps(result: Result) -> tuple[str, ...]:
-    """What to do, the most urgent first."""
-    return result.verdict.next if result.verdict else ()
+    """What to do, the most urgent first: the setting that a trade-off recommends, if there is
+    one."""
+    steps = result.verdict.next if result.verdict else ()
+    return (result.tradeoff.sentence, *steps) if result.tradeoff else steps
 
 
 def rests_on(result: Result) -> str | None:
@@ -142,7 +145,7 @@ def defence_verdicts(result: Result) -> list[DefenceVerdict]:
     """One line for each defence of the plan, no defence included."""
     if not result.verdict:
         return []
-    options = contents.settings(result.plan.defence)
+    options = settings(result.plan.defence)
     return [
         DefenceVerdict(
             contents.named(entry.defence),
