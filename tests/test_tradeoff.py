@@ -30,7 +30,7 @@ from leakgauge.audit.training import accuracy, trained
 from leakgauge.cli import app
 from leakgauge.errors import InputError, PlanError
 from leakgauge.fl import Scenario, played, simulate
-from leakgauge.report import html, markdown, protection, scatter, terminal, write
+from leakgauge.report import html, markdown, pdf, protection, scatter, terminal, write
 from leakgauge.tensors import seeded
 from leakgauge.types import Dataset, LocalTraining
 
@@ -584,6 +584,17 @@ def test_an_edited_result_is_refused(tmp_path, change):
         schema.load(path)
 
 
+@pytest.mark.parametrize("change", [lie, drop])
+def test_another_version_may_count_differently_but_recommend_nothing_else(tmp_path, change):
+    result = traded(tmp_path, ACCURATE, LEAKS)
+    path = save(tmp_path, replace(result, versions=result.versions | {"torch": "0.0"}))
+    edited(path, cheaper)
+    assert of(schema.load(path)).recommended == "prune"
+    edited(path, change)
+    with pytest.raises(InputError, match="another setting is recommended"):
+        schema.load(path)
+
+
 def longer(table: dict[str, Any]) -> None:
     table["trained"][0]["accuracy"] = [0.5, 0.6]
 
@@ -685,6 +696,13 @@ def test_numbers_do_not_overlap_and_stay_on_their_side_of_the_limit(count):
             far = math.hypot((one.x - other.x) * scatter.WIDTH, one.y - other.y)
             assert far >= 2 * scatter.RADIUS
     assert len([mark for mark in marks if mark.shape == "ring"]) == (count > 3)
+
+
+def test_the_paper_knows_every_mark():
+    crowd = [point(i, 0.5, 0.9, front=True, chosen=i == 1) for i in range(4)]
+    others = [point(5, 2.0, 0.8, state="leaks"), point(6, 0.7, 0.7, state="open")]
+    kinds = {mark.kind for mark in scatter.scatter([*crowd, *others])}
+    assert pdf.OF_SCATTER.keys() <= kinds <= (pdf.KINDS | pdf.OF_SCATTER).keys()
 
 
 def test_the_figure_places_leak_to_the_right_and_accuracy_upwards():

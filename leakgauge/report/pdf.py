@@ -448,6 +448,10 @@ KINDS: dict[str, tuple[Colour, float, float]] = {  # colour, opacity, width of t
     "base": (MARK, 1.0, 0.4),
     "limit": (LIMIT, 1.0, 0.35),
     "mark": (MARK, 1.0, 0.6),
+}
+"""How each kind of mark looks on paper, after page.css."""
+
+OF_SCATTER: dict[str, tuple[Colour, float, float]] = {
     "allowed": (GREEN, 0.09, 0.0),
     "cross": (INK, 0.45, 0.2),
     "front": (ACCENT, 1.0, 0.5),
@@ -461,7 +465,7 @@ KINDS: dict[str, tuple[Colour, float, float]] = {  # colour, opacity, width of t
     "inside middle": ((255, 255, 255), 1.0, 0.0),
     "outside middle": (INK, 1.0, 0.0),
 }
-"""How each kind of mark looks on paper, after page.css."""
+"""The same for what the figure of a trade-off has beside them."""
 
 
 def _plot(pdf: FPDF, chart: Chart) -> None:
@@ -521,7 +525,7 @@ def _scale(pdf: FPDF, chart: Chart, x: float, width: float) -> None:
 
 def _draw(pdf: FPDF, mark: Mark, left: float, top: float, width: float) -> None:
     """One mark in the figure whose upper left corner is given."""
-    colour, opacity, line = KINDS[mark.kind]
+    colour, opacity, line = (KINDS | OF_SCATTER)[mark.kind]
     scale = FIGURE / figures.HEIGHT
     x, y = left + mark.x * width, top + mark.y * scale
     x2, y2 = left + mark.x2 * width, top + mark.y2 * scale
