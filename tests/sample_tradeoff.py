@@ -9,7 +9,7 @@ from pathlib import Path
 from sample_result import rederive, rescored, sample, save
 
 from leakgauge.audit.document import Comparison, Limit
-from leakgauge.audit.results import Result, Spent, Times, Trained, Trial
+from leakgauge.audit.results import Budget, Result, Times, Trained, Trial
 
 ROUNDS = 20
 
@@ -23,7 +23,7 @@ def traded(
     limit: float = 0.2,
     text: str = "",
     every: int | None = None,
-    spent: Mapping[str, Spent] | None = None,
+    spent: Mapping[str, Budget] | None = None,
 ) -> Result:
     """Settings with their accuracy for each seed, and the share of records that every attack
     recovers and recognises under each. Labels may be read."""

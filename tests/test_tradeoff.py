@@ -24,7 +24,7 @@ from leakgauge import threat
 from leakgauge.audit import Plan, Store, Watch, cases, forecast, parse, run, schema
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Training
-from leakgauge.audit.results import NotRun, Result, Spent, Tradeoff, Weighed
+from leakgauge.audit.results import Budget, NotRun, Result, Tradeoff, Weighed
 from leakgauge.audit.tradeoff import compare, estimate, on_front, used
 from leakgauge.audit.training import accuracy, trained
 from leakgauge.cli import app
@@ -625,7 +625,7 @@ def test_a_file_without_trainings_is_read_as_before(tmp_path, whole):
 
 
 def test_the_report_says_it_first_and_shows_the_figure_before_the_table(tmp_path):
-    spent = {"prune": Spent(8.25, 1e-5, "over 20 rounds")}
+    spent = {"prune": Budget(8.25, 1e-5, "over 20 rounds")}
     result = traded(tmp_path, ACCURATE, LEAKS, every=5, spent=spent)
     page = unescape(html.render(result, tmp_path)).replace("\xa0", " ")
     first = page.split("</section>")[0]

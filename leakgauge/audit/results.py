@@ -162,7 +162,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Spent:
+class Budget:
     """The privacy budget of a defence over all rounds that were trained."""
 
     epsilon: float | None
@@ -186,7 +186,7 @@ class Trained:
     accuracy: tuple[float, ...] = ()
     records: int = 0
     chance: float = 0.0
-    spent: Spent | None = None
+    spent: Budget | None = None
 
     def __post_init__(self) -> None:
         for share in (self.chance, *self.accuracy):
@@ -381,7 +381,7 @@ class Weighed:
     leak: Decided | None
     strongest: Worst | None
     front: bool
-    spent: Spent | None
+    spent: Budget | None
 
 
 @dataclass(frozen=True)

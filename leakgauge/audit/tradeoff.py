@@ -33,13 +33,13 @@ from scipy.special import stdtrit
 from leakgauge.audit.advice import percent, what_leaks
 from leakgauge.audit.document import NO_DEFENCE, settings
 from leakgauge.audit.results import (
+    Budget,
     Defended,
     Estimate,
     Leak,
     Outcome,
     Result,
     Row,
-    Spent,
     Tradeoff,
     Trained,
     Weighed,
@@ -95,7 +95,7 @@ def _accuracies(done: Iterable[Trained], defence: str, seeds: Sequence[int]) -> 
     return tuple(last[seed] for seed in seeds) if last.keys() >= {*seeds} else ()
 
 
-def _spent(done: Iterable[Trained], defence: str) -> Spent | None:
+def _spent(done: Iterable[Trained], defence: str) -> Budget | None:
     return next((one.spent for one in done if one.defence == defence), None)
 
 
@@ -104,7 +104,7 @@ def _weighed(
     entry: Defended,
     accuracies: tuple[float, ...],
     free: tuple[float, ...],
-    spent: Spent | None,
+    spent: Budget | None,
 ) -> Weighed:
     rows = [row for row in result.summary if row.defence == entry.defence]
     worst = max(entry.kinds, key=lambda kind: _severity(entry.kinds[kind].leak), default=None)
@@ -148,9 +148,9 @@ def as_multiple(share: float, leak: Leak) -> float:
 
 
 def _severity(leak: Leak) -> tuple[float, ...]:
-    order = {"leaks": 3, "undecided": 2, "no control": 1, "below": 0}
+    order = {"leaks": 3, "undecided": 2, "below": 0}  # any other state shows nothing
     bounded = leak.limit < 1  # a limit of 1 allows everything, and says nothing
-    return order[leak.state], bounded, used(leak), as_multiple(leak.interval[1], leak)
+    return order.get(leak.state, 1), bounded, used(leak), as_multiple(leak.interval[1], leak)
 
 
 def _outcome(result: Result, entry: Defended, rows: Sequence[Row]) -> Outcome:

@@ -18,8 +18,8 @@ from torch import nn
 
 from leakgauge.audit.cases import Training
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Spent, Times, Trained
-from leakgauge.errors import InputError
+from leakgauge.audit.results import Budget, Times, Trained
+from leakgauge.errors import InputError, MissingExtra
 from leakgauge.fl import Scenario, played
 from leakgauge.fl.local import step_count
 from leakgauge.fl.simulate import records_of
@@ -77,7 +77,7 @@ def accuracy(scenario: Scenario, model: nn.Module, records: Dataset) -> float:
     return right / len(records)
 
 
-def spent(scenario: Scenario, rounds: int) -> Spent | None:
+def spent(scenario: Scenario, rounds: int) -> Budget | None:
     """The privacy budget that the clients' defence uses up over so many rounds; None where it
     bounds nothing. No gain by sampling is counted, so the true budget is not above it."""
     try:
@@ -88,5 +88,8 @@ def spent(scenario: Scenario, rounds: int) -> Spent | None:
         return None
     held = len(scenario.data) // scenario.clients
     steps = step_count(records_of(scenario, held), scenario.training)
-    found = accounting.spent(scenario.defence, rounds=rounds, steps=steps)
-    return None if isinstance(found, str) else Spent(found.epsilon, found.delta, found.words)
+    try:
+        found = accounting.spent(scenario.defence, rounds=rounds, steps=steps)
+    except MissingExtra:  # no accountant: no epsilon is stated
+        return None
+    return None if isinstance(found, str) else Budget(found.epsilon, found.delta, found.words)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from leakgauge.audit.advice import what_leaks
 from leakgauge.audit.document import settings
-from leakgauge.audit.results import Estimate, Result, Spent, Tradeoff, Weighed
+from leakgauge.audit.results import Budget, Estimate, Result, Tradeoff, Weighed
 from leakgauge.audit.tradeoff import as_multiple, points, used
 from leakgauge.report import contents
 from leakgauge.report.figures import Mark
@@ -117,7 +117,7 @@ def _range(low: float, high: float) -> str:
     return f"{_multiple(low)}–{_multiple(high)}"
 
 
-def _budget(spent: Spent | None) -> str:
+def _budget(spent: Budget | None) -> str:
     if spent is None or spent.epsilon is None:
         return ""
     delta = f", δ = {spent.delta:g}" if spent.delta is not None else ""
