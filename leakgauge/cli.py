@@ -19,6 +19,7 @@ import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -51,7 +52,11 @@ from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
 if TYPE_CHECKING:
     from leakgauge import audit as audits
-    from leakgauge.audit.results import Result, Trial
+    from leakgauge.audit import Plan
+    from leakgauge.audit.bench import Bench
+    from leakgauge.audit.cases import Work
+    from leakgauge.audit.engine import Engine
+    from leakgauge.audit.results import Result, Trained, Trial
 
 app = typer.Typer(
     help="How much of a client's private data does your federation's update give away?",
@@ -179,46 +184,128 @@ def audit(
     in a captured round, is code, and it is run: audit only what you trust.
     """
     from leakgauge import audit as audits
-    from leakgauge import report
-    from leakgauge.audit.document import duration
     from leakgauge.audit.workers import local
     from leakgauge.integrations import ray
-    from leakgauge.report import terminal
 
     if (plan is None) != demo:
         raise PlanError("give either the path of a plan or --demo")
-    if resume and overwrite:
-        raise PlanError("give either --resume or --overwrite")
     if address is not None and engine != "ray":
         raise PlanError("--address names a Ray cluster: give --engine ray with it")
-    if pdf:
-        report.pdf.check()
     workers = ray.engine(address) if engine == "ray" else local
-    limit = duration(budget, "--budget") if budget else None
-    if plan is None:
-        checked = audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
-    else:
-        checked = audits.read(plan)
-    store = audits.Store(out or Path("leakgauge-audit") / checked.name)
+
+    def checked() -> Plan:
+        if plan is None:
+            return audits.parse(tomllib.loads(_template("demo.toml")), "demo", Path.cwd())
+        return audits.read(plan)
+
+    shown = images or ("show" if demo else "blur")
+    options = _Options(out, resume, overwrite, jobs, budget, shown, pdf)
+    result = _run(checked, options, workers, tradeoff=False)
+    assert result.verdict is not None  # an audit that was run has one
+    if demo and result.verdict.exit_code == 1:
+        return  # the example is meant to leak
+    raise typer.Exit(result.verdict.exit_code)
+
+
+@app.command()
+def tradeoff(
+    plan: Annotated[Path, typer.Argument(help="A plan (TOML) with a table [tradeoff].")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result (default: leakgauge-audit/NAME).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue what is in that folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is in that folder.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Trials and trainings at a time, one process each (default: 1).",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Start nothing beyond this time: 90s, 10m, 2h (default: the plan's)."),
+    ] = None,
+    images: Annotated[Images, typer.Option(help="Pictures in the report.")] = "blur",
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also write report.pdf.")] = False,
+) -> None:
+    """Train your federation under each defence of PLAN, attack it, and say which defence to take.
+
+    The audit of PLAN, and beside it the accuracy that each defence leaves, on records that nobody
+    else holds. Exit codes: 0 a setting meets the plan's limit and is recommended, 1 none meets it,
+    2 the plan is wrong, 3 a trial or a training failed, 4 inconclusive, 70 an unexpected error, 130
+    interrupted. `module:callable` in a plan is code, and it is run: use only plans that you trust.
+    """
+    from leakgauge import audit as audits
+    from leakgauge.audit.workers import local
+
+    options = _Options(out, resume, overwrite, jobs, budget, images, pdf)
+    result = _run(partial(audits.read, plan), options, local, tradeoff=True)
+    if result.tradeoff is None:
+        errors.print("the budget ended before a federation was trained: raise it, and --resume")
+        raise typer.Exit(4)
+    raise typer.Exit(result.tradeoff.exit_code)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What audits and trade-offs are told on the command line."""
+
+    out: Path | None
+    resume: bool
+    overwrite: bool
+    jobs: int | None
+    budget: str | None
+    images: Images
+    pdf: bool
+
+
+def _run(
+    read: Callable[[], Plan],
+    options: _Options,
+    engine: Callable[[Bench, int | None, Callable[[str], None]], Engine],
+    *,
+    tradeoff: bool,
+) -> Result:
+    """Run a plan, print what was found and write the reports."""
+    from leakgauge import audit as audits
+    from leakgauge import report
+    from leakgauge.audit.document import duration
+    from leakgauge.report import terminal
+
+    if options.resume and options.overwrite:
+        raise PlanError("give either --resume or --overwrite")
+    if options.pdf:
+        report.pdf.check()
+    limit = duration(options.budget, "--budget") if options.budget else None
+    plan = read()
+    store = audits.Store(options.out or Path("leakgauge-audit") / plan.name)
     with _progress() as progress:
         result = audits.run(
-            checked,
+            plan,
             store,
-            resume=resume,
-            overwrite=overwrite,
-            jobs=jobs,
-            budget=limit or checked.budget,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            jobs=options.jobs,
+            budget=limit or plan.budget,
             calibrate=True,
+            tradeoff=tradeoff,
             watch=_watch(progress),
-            engine=workers,
+            engine=engine,
         )
     console.print(terminal.summary_table(result))
+    if result.tradeoff:
+        console.print(terminal.tradeoff_table(result, result.tradeoff))
     for note in terminal.notes(result):
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    assert result.verdict is not None  # an audit that was run has one
     for line in terminal.verdict(result):
         console.print(line)
-    for path in report.write(store.out, images or ("show" if demo else "blur"), with_pdf=pdf):
+    for path in report.write(store.out, options.images, with_pdf=options.pdf):
         console.print(f"report    {escape(str(path))}", soft_wrap=True)
     console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
     if result.interrupted:
@@ -231,9 +318,7 @@ def audit(
             "are in the result; --resume tries them again",
             soft_wrap=True,
         )
-    if demo and result.verdict.exit_code == 1:
-        return  # the example is meant to leak
-    raise typer.Exit(result.verdict.exit_code)
+    return result
 
 
 def _template(name: str) -> str:
@@ -264,20 +349,24 @@ def _watch(progress: Progress) -> audits.Watch:
     from leakgauge import audit as audits
 
     whole = progress.add_task("calibrating", total=None, note="trying each attack for a moment")
-    running: dict[str, TaskID] = {}
+    running: dict[Work, TaskID] = {}
 
     def expect(total: int) -> None:
         progress.update(whole, description="trials", total=total, note="")
 
-    def begin(case: audits.Case) -> None:
-        running[case.id] = progress.add_task(case.attack, total=None, note=case.kind)
+    def begin(work: Work) -> None:
+        if isinstance(work, audits.Case):
+            running[work] = progress.add_task(work.attack, total=None, note=work.kind)
+        else:
+            running[work] = progress.add_task(work.defence, total=None, note="training")
 
-    def step(case: audits.Case, done: int, total: int, objective: float) -> None:
-        note = f"{objective:.2e}" if objective else "honest rounds"
-        progress.update(running[case.id], completed=done, total=total, note=note)
+    def step(work: Work, done: int, total: int, objective: float) -> None:
+        rounds = "honest rounds" if isinstance(work, audits.Case) else "training"
+        note = f"{objective:.2e}" if objective else rounds
+        progress.update(running[work], completed=done, total=total, note=note)
 
-    def end(case: audits.Case, trial: Trial) -> None:
-        progress.remove_task(running.pop(case.id))
+    def end(work: Work, ended: Trial | Trained) -> None:
+        progress.remove_task(running.pop(work))
         progress.advance(whole)
 
     def say(words: str) -> None:
@@ -309,6 +398,7 @@ def check(
     """Check a plan, say which of its attacks apply and what an update shows before any of them,
     and forecast time and memory."""
     from leakgauge import audit as audits
+    from leakgauge.audit.cases import trainings
     from leakgauge.audit.exposed import begun
     from leakgauge.audit.privacy import guarantees
     from leakgauge.audit.public import told
@@ -319,7 +409,7 @@ def check(
     start = begun(checked)
     table = Table(title=f"{escape(checked.name)}: valid", box=box.SIMPLE_HEAD)
     with console.status("trying each attack for a moment"):
-        found = audits.forecast(checked)
+        found = audits.forecast(checked, trainings=trainings(checked))
     costs = {"CPU s per trial": "cpu_seconds"}
     if any(one.preparing for one in found.attacks):
         costs["CPU s to prepare, once per model"] = "preparing"
@@ -334,13 +424,21 @@ def check(
     console.print(table)
     if public := described(checked):
         console.print(f"public records: {escape(told(public))}", soft_wrap=True)
+    also = f" and {found.trainings} trainings" if found.trainings else ""
     console.print(
-        f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds "
+        f"{found.trials} trials{also}, about {found.cpu_seconds:.0f} CPU seconds "
         f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
     for promise in guarantees(checked):
         console.print(escape(contents.promised(promise)), soft_wrap=True)
+    if found.trainings:
+        console.print(
+            f"`leakgauge tradeoff` trains, of this {found.training_seconds:.0f} CPU seconds; "
+            "`leakgauge audit` does not",
+            soft_wrap=True,
+            markup=False,
+        )
     for exposure in audits.exposures(checked, start):
         console.print(terminal.exposure_table(exposure))
     if all(one.reason for one in found.attacks):

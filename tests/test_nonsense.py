@@ -21,7 +21,7 @@ import torch
 from leakgauge import cli, data
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS
 from leakgauge.audit import forecast, parse, read
-from leakgauge.audit.document import Federation, Limit, Measure
+from leakgauge.audit.document import Comparison, Federation, Limit, Measure
 from leakgauge.data._dataset import make_dataset
 from leakgauge.defences import DEFENCES
 from leakgauge.errors import DataError, LeakGaugeError, PlanError
@@ -43,6 +43,7 @@ TABLES: dict[str, type[Any]] = {
     "threat": ThreatModel,
     "audit": Measure,
     "audit.limit": Limit,
+    "tradeoff": Comparison,
 }
 KINDS: dict[str, dict[str, type[Any]]] = {
     "attack": ATTACKS | ACTIVE_ATTACKS,
@@ -72,7 +73,8 @@ def planned(where: str, kind: type[Any], name: str, value: Any) -> dict[str, Any
         for key in outer:
             place[key] = dict(place.get(key, {}))
             place = place[key]
-        place[last] = dict(place.get(last, {})) | {name: value}
+        required = {"rounds": 3} if kind is Comparison else {}
+        place[last] = required | dict(place.get(last, {})) | {name: value}
         return table
     key = next(k for k, known in KINDS[where].items() if known is kind)
     entry = {"name": key, name: value}

@@ -314,7 +314,7 @@ def next_steps(
                 "Test defences: describe your federation in a plan with [[defence]] tables, and "
                 "audit that. What was captured has been sent; no defence changes it any more."
             )
-        else:
+        elif not result.trained:  # a trade-off says more
             steps += _defence_steps(defences, leaks, result.metrics)
         held = [kind for kind, one in kinds.items() if one.leak.state == "no control"]
         if held:

@@ -1,4 +1,4 @@
-"""One trial: simulate, observe, attack, score.
+"""One trial: simulate, observe, attack, score. (One federation that is trained: training.py.)
 
 A trial is one attack on one client of one simulated round, for one seed (weights, records and
 attack randomness all follow from it). It ends as *done*, *unscored* (nobody knows the truth), *not
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from leakgauge import diagnostics, metrics, threat
 from leakgauge.audit import captured, checks, images
-from leakgauge.audit.cases import Case
+from leakgauge.audit.cases import Case, Work
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import Found, Score, Sensitivity, Status, Times, Trial
+from leakgauge.audit.results import Found, Score, Sensitivity, Status, Times, Trained, Trial
 from leakgauge.audit.score import scored
+from leakgauge.audit.training import trained
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable
@@ -77,7 +78,13 @@ class Bench:
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
-    def run(self, case: Case, progress: Progress) -> Done:
+    def run(self, work: Work, progress: Progress) -> Done | Trained:
+        """One trial, or one federation that is trained for a trade-off."""
+        if isinstance(work, Case):
+            return self.trial(work, progress)
+        return trained(self.plan, work, lambda done, total: progress(done, total, 0.0))
+
+    def trial(self, case: Case, progress: Progress) -> Done:
         """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
         self._preparing = 0.0

@@ -1,10 +1,11 @@
-"""What an audit consists of: controls first, then the trials of the plan, then the ladder."""
+"""What an audit consists of: controls first, then the trials of the plan, the federations that are
+trained for a trade-off, then the ladder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from leakgauge.audit.document import NO_DEFENCE
 from leakgauge.audit.ladder import factors, weakened
@@ -82,6 +83,29 @@ class Case:
             return threat
         # One client takes part: whoever looks sees that client's update.
         return replace(threat, actor="server", client=0)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One federation to train for a trade-off, by the keys of the plan."""
+
+    defence: str
+    seed: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.defence}.seed{self.seed}"
+
+
+Work: TypeAlias = Case | Training
+"""What a worker is given."""
+
+
+def trainings(plan: Plan) -> list[Training]:
+    """Every defence of the plan for every seed, if the plan asks for a trade-off."""
+    if plan.document.tradeoff is None:
+        return []
+    return [Training(d, seed) for d in plan.defences for seed in plan.document.audit.seeds]
 
 
 def trials(plan: Plan) -> list[Case]:

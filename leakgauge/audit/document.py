@@ -7,11 +7,15 @@ result anywhere. Names, data and devices are resolved in plan.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leakgauge.config import toml
 from leakgauge.errors import PlanError
 from leakgauge.fl.aggregate import Weighting
+from leakgauge.outside import unused
+from leakgauge.ranges import Range, count, option
 from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.types import LocalTraining, SecureSum, ThreatModel
 
@@ -142,6 +146,24 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """What `leakgauge tradeoff` trains: the federation for so many `rounds` under each defence and
+    for each seed. Accuracy is measured on `held_out` records, a number or a share of the data, that
+    no client and no attacker holds: after the last round, and also after `every` so many."""
+
+    rounds: int = field(metadata={"range": count(100_000)})
+    held_out: int | float = option(0.2, Range(0, 1e8, open=True))
+    every: int | None = option(None, count(100_000))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.held_out, float) and not 0 < self.held_out < 1:
+            raise ValueError(
+                "held_out must be a whole number of records, or a share of them between 0 and 1, "
+                f"got {self.held_out}"
+            )
+
+
+@dataclass(frozen=True)
 class Document:
     """The tables of the file, as they are written."""
 
@@ -150,6 +172,7 @@ class Document:
     threat: ThreatModel = field(default_factory=ThreatModel)
     defence: tuple[Table, ...] = ({"name": NO_DEFENCE},)
     audit: Measure = field(default_factory=Measure)
+    tradeoff: Comparison | None = None
 
     def __post_init__(self) -> None:
         if not self.defence:
@@ -159,6 +182,15 @@ class Document:
 def name_of(value: str | Table | None) -> str:
     """The name in what is a name, or a table with a name and options."""
     return value if isinstance(value, str) else str((value or {}).get("name"))
+
+
+def settings(methods: Sequence[Table]) -> dict[str, str]:
+    """Options of each attack or defence as the plan gives them, by the key that names its rows."""
+    named: dict[str, str] = {}
+    for options in methods:
+        key = unused(str(options["name"]), named)  # as in the plan
+        named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
+    return named
 
 
 def duration(text: str, where: str) -> float:

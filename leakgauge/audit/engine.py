@@ -16,13 +16,15 @@ from itertools import chain
 from typing import Literal, Protocol, TypeAlias
 
 from leakgauge.audit.bench import Bench, Done
-from leakgauge.audit.cases import Case
+from leakgauge.audit.cases import Work
+from leakgauge.audit.results import Trained
 from leakgauge.errors import PlanError
 
 TRIES = 2
 PROGRESS_EVERY = 0.2  # seconds between two messages of progress of a worker
 
-News: TypeAlias = Done | Literal["ready", "died"]
+Ended: TypeAlias = Done | Trained
+News: TypeAlias = Ended | Literal["ready", "died"]
 Tell: TypeAlias = Callable[[int, int, int, float], None]
 """Called with a worker, the steps that it has done, steps in all and the objective."""
 
@@ -36,7 +38,7 @@ class Engine(Protocol):
 
     def start(self) -> int: ...
 
-    def give(self, worker: int, case: Case) -> None: ...
+    def give(self, worker: int, case: Work) -> None: ...
 
     def news(self, tell: Tell) -> Iterable[tuple[int, News]]:
         """What happened to which worker, after a wait if nothing did. An error in what the user
@@ -55,12 +57,12 @@ class Here:
 
     def __init__(self, bench: Bench):
         self._bench = bench
-        self._case: Case | None = None
+        self._case: Work | None = None
 
     def start(self) -> int:
         return 0
 
-    def give(self, worker: int, case: Case) -> None:
+    def give(self, worker: int, case: Work) -> None:
         self._case = case
 
     def news(self, tell: Tell) -> Iterable[tuple[int, News]]:
@@ -77,11 +79,11 @@ class Hooks:
     out. `ended` hears of a trial before the next one is asked for. Cases with the same key by
     `shares` (not None) are cheaper in one worker, one after the other."""
 
-    may_start: Callable[[Case], bool]
-    ended: Callable[[Case, Done], None]
-    begin: Callable[[Case], None]
-    progress: Callable[[Case, int, int, float], None]
-    shares: Callable[[Case], object]
+    may_start: Callable[[Work], bool]
+    ended: Callable[[Work, Ended], None]
+    begin: Callable[[Work], None]
+    progress: Callable[[Work, int, int, float], None]
+    shares: Callable[[Work], object]
 
 
 class Crew:
@@ -91,10 +93,10 @@ class Crew:
         self._engine, self._hooks = engine, hooks
         self._starting: set[int] = set()
         self._idle: list[int] = []
-        self._busy: dict[int, Case] = {}
+        self._busy: dict[int, Work] = {}
         self._shared: dict[int, object] = {}  # the key of the case that a worker had last
 
-    def run(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Done | None]]:
+    def run(self, cases: Iterable[Work]) -> Iterator[tuple[Work, Ended | None]]:
         """Each case with its trial as it ends, or with None if two workers died of it."""
         try:
             yield from self._run(list(cases))
@@ -102,8 +104,8 @@ class Crew:
             self._engine.close()
             raise
 
-    def _run(self, waiting: list[Case]) -> Iterator[tuple[Case, Done | None]]:
-        tries: Counter[Case] = Counter()
+    def _run(self, waiting: list[Work]) -> Iterator[tuple[Work, Ended | None]]:
+        tries: Counter[Work] = Counter()
         stillborn = 0
         idle, self._idle = self._idle, []
         while len(idle) + len(self._starting) < min(self._engine.width, len(waiting)):
@@ -114,7 +116,7 @@ class Crew:
             for worker, news in self._engine.news(self._tell):
                 case = self._busy.pop(worker, None)
                 self._starting.discard(worker)
-                done = news if isinstance(news, Done) else None
+                done = news if isinstance(news, Done | Trained) else None
                 if case is not None and done is not None:
                     self._hooks.ended(case, done)
                 if news != "died":
@@ -141,7 +143,7 @@ class Crew:
                 if waiting and (alone or case is not None):
                     self._starting.add(self._engine.start())
 
-    def _feed(self, worker: int, waiting: list[Case]) -> Case | None:
+    def _feed(self, worker: int, waiting: list[Work]) -> Work | None:
         others = {self._shared[one] for one in self._busy} - {None}
         while waiting:
             case = next_of(waiting, self._hooks.shares, self._shared.get(worker), others)
@@ -153,7 +155,7 @@ class Crew:
         self._idle.append(worker)
         return None
 
-    def _begin(self, case: Case | None, tries: Counter[Case]) -> None:
+    def _begin(self, case: Work | None, tries: Counter[Work]) -> None:
         if case is not None:
             tries[case] += 1
             if tries[case] == 1:
@@ -164,8 +166,8 @@ class Crew:
 
 
 def next_of(
-    waiting: list[Case], shares: Callable[[Case], object], own: object, others: set[object]
-) -> Case:
+    waiting: list[Work], shares: Callable[[Work], object], own: object, others: set[object]
+) -> Work:
     """The first case of the round that a worker has played itself, else the first of a round that
     no other worker is at, else the first."""
     mine = (case for case in waiting if own is not None and shares(case) == own)

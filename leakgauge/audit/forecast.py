@@ -12,6 +12,9 @@ training, and counted apart, once for each of them. It is tried for a few second
 progress tell how much of it that was. One that gives none, or does not stop, is timed whole. An
 attack that changes the model prepares in every trial, as a part of it.
 
+A federation that is trained for a trade-off costs the same in each of its rounds: each defence is
+tried for a few of them.
+
 The forecast is CPU time of all threads, because that does not depend on how busy the machine is. It
 has an interval: a timing is worth ± MARGIN, and which attack climbs the ladder is known only after
 the controls, unless one recovered pictures in the calibration already. How far it was off stands in
@@ -27,9 +30,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 
@@ -39,9 +42,11 @@ from leakgauge import threat
 from leakgauge.audit import cases
 from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
-from leakgauge.audit.cases import Case
+from leakgauge.audit.cases import Case, Training
 from leakgauge.audit.plan import Plan
+from leakgauge.audit.training import accuracy
 from leakgauge.errors import NotApplicable
+from leakgauge.fl import played
 from leakgauge.fl.local import step_count
 from leakgauge.fl.simulate import initial_model, records_of
 from leakgauge.tensors import raw, seeded
@@ -50,6 +55,7 @@ from leakgauge.types import Attack, Iterative, PreparedAttack, Resources
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
 ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
 LONGEST = 200  # iterations of a timed trial
+TRIED_ROUNDS = 3  # of a federation that is to be trained
 TRIED = 4.0  # seconds for which a preparation is tried
 MARGIN = 0.25  # of a forecast, from the timing alone: docs/methods/audit.md has measured errors
 
@@ -67,7 +73,8 @@ class Applicability:
 
 @dataclass(frozen=True)
 class Forecast:
-    """CPU seconds, with the interval in which they should lie, and peak memory of an audit."""
+    """CPU seconds, with the interval in which they should lie, and peak memory of an audit. In them
+    are the `training_seconds` of all federations that are trained for a trade-off."""
 
     attacks: tuple[Applicability, ...]
     trials: int
@@ -75,11 +82,18 @@ class Forecast:
     low: float
     high: float
     megabytes: float
+    trainings: int = 0
+    training_seconds: float = 0.0
 
 
-def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> Forecast:
-    """Try every attack for a moment on the first round of the plan, and on the twin. Nothing is
-    kept. `tell` hears the name of each attack as its turn comes."""
+def forecast(
+    plan: Plan,
+    tell: Callable[[str], None] = lambda attack: None,
+    trainings: Sequence[Training] = (),
+) -> Forecast:
+    """Try every attack for a moment on the first round of the plan, and on the twin, and each
+    defence of the `trainings` for a few rounds. Nothing is kept. `tell` hears the name of each
+    attack or defence as its turn comes."""
     torch.set_num_threads(plan.document.audit.threads)
     planned = cases.trials(plan)
     controls = cases.controls(plan) if plan.document.audit.control else []
@@ -90,6 +104,8 @@ def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> F
         found = {name: trying.cost(firsts[name]) for name in plan.attacks}
         twins = {case.attack: case for case in controls if case.kind == "control"}
         on_twin = {name: trying.cost(case) for name, case in twins.items()}
+        firsts_trained = {one.defence: one for one in reversed(trainings)}
+        training = {name: trying.training(one) for name, one in firsts_trained.items()}
 
     def between(case: Case, of: Callable[[Applicability], float]) -> float:
         whole = of(found[case.attack])
@@ -111,7 +127,8 @@ def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> F
         )
 
     certain = dict.fromkeys([*controls, *planned])
-    known = cost(list(certain), [])
+    trained = sum(training[one.defence] for one in trainings)
+    known = cost(list(certain), []) + trained
     ladders = []
     if plan.document.audit.explain and controls:
         for name in trying.climbers(plan.asked):
@@ -123,6 +140,8 @@ def forecast(plan: Plan, tell: Callable[[str], None] = lambda attack: None) -> F
     return Forecast(
         attacks=tuple(found.values()),
         trials=len(certain),
+        trainings=len(trainings),
+        training_seconds=trained,
         cpu_seconds=known + statistics.mean(ladders),
         low=(1 - MARGIN) * (known + min(ladders)),
         high=(1 + MARGIN) * (known + max(ladders)),
@@ -171,6 +190,25 @@ class _Trying:
         began = time.process_time()
         self.bench.simulated(case)
         return time.process_time() - began
+
+    def training(self, training: Training) -> float:
+        """What it costs to train the federation to its end, from its first rounds: the very first
+        one also builds the model and shares out the records."""
+        self.tell(training.defence)
+        asked, held_out = self.plan.document.tradeoff, self.plan.held_out
+        assert asked is not None
+        assert held_out is not None
+        scenario = self.plan.scenario(0, training.defence)
+        rounds = played(scenario, seeded(training.seed, "federation"))
+        times = [time.process_time()]
+        for _, model in islice(rounds, min(TRIED_ROUNDS, asked.rounds)):
+            times.append(time.process_time())
+            after = model
+        each = (times[-1] - times[1]) / max(1, len(times) - 2)
+        accuracy(scenario, after, held_out)
+        looked = time.process_time() - times[-1]
+        looks = asked.rounds // asked.every + 1 if asked.every else 1
+        return times[1] - times[0] + (asked.rounds - 1) * each + looks * looked
 
     def cost(self, case: Case) -> Applicability:
         """What a trial of this case costs once its round is played, and whether it applies."""
@@ -260,7 +298,7 @@ class _Trying:
         """CPU seconds of one trial, whose round is played before."""
         self.bench.plan = replace(self.plan, attacks={**self.plan.attacks, case.attack: attack})
         self.bench.simulated(case)
-        trial = self.bench.run(case, lambda done, total, objective: None).trial
+        trial = self.bench.trial(case, lambda done, total, objective: None).trial
         if trial.status == "not applicable":
             raise _Refused(trial.error)
         if trial.status == "failed":  # the audit will keep it, trial by trial

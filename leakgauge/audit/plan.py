@@ -22,7 +22,7 @@ from torch import nn
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
-from leakgauge.audit import captured
+from leakgauge.audit import captured, comparison
 from leakgauge.audit import public as public_records
 from leakgauge.audit.document import (
     ANNOUNCED,
@@ -74,7 +74,8 @@ class Plan:
     share out, `public` what the attacker holds beside it, and `public_source` where that is from.
     `metrics` are those of the file, PSNR always. `restorers` work on the guesses of the attacks of
     their names. `captured` are the rounds to attack, one per stage, where they are not
-    simulated."""
+    simulated. `held_out` are the records on which a trade-off measures accuracy: no client's, and
+    not the attacker's."""
 
     name: str
     document: Document
@@ -90,6 +91,7 @@ class Plan:
     restorers: Mapping[str, Restorer] = field(default_factory=dict)
     captured: tuple[Exchange, ...] = ()
     outside: tuple[Method, ...] = ()
+    held_out: Dataset | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,7 +100,7 @@ class Plan:
         document = self.document
         content = [__version__, plain(document), self.data.classes]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-        for records in (self.data, self.public):
+        for records in (self.data, self.public, *([self.held_out] if self.held_out else [])):
             for values in (records.inputs, records.labels):
                 digest.update(f"{tuple(values.shape)}".encode())
                 digest.update(raw(values))
@@ -207,6 +209,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     document = build(Document, table, name)
     _check_names(document, name)
     check_numbers(document, name, OF_PLANS)
+    document = comparison.filled(document, staged="rounds" in table["federation"])
     rounds = captured.found(document.federation, folder)
     if rounds:
         document = captured.filled(document, rounds)
@@ -242,6 +245,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     where = "federation.data"
     records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder, where)
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
+    held_out = None
+    if document.tradeoff:
+        held_out, records = comparison.held_out(records, document.tradeoff)
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
     plan = Plan(
@@ -272,6 +278,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         needed=any(threat.PUBLIC in attack.needs for attack in attacks.values()),
     )
     plan = replace(plan, public=public, public_source=source, data=private)
+    if held_out is not None:
+        plan = replace(plan, held_out=comparison.unknown(held_out, plan.public))
     check_secure(plan.scenario(federation.rounds[0], next(iter(plan.defences))))
     return plan
 

@@ -30,27 +30,32 @@ def guarantees(plan: Plan) -> tuple[Guarantee, ...]:
     """One for each defence of the plan, in its order."""
     if plan.captured:
         return tuple(Guarantee(name, CAPTURED) for name in plan.defences)
-    return tuple(_guarantee(plan, name) for name in plan.defences)
+    return tuple(_planned(plan, name) for name in plan.defences)
 
 
-def _guarantee(plan: Plan, name: str) -> Guarantee:
+def _planned(plan: Plan, name: str) -> Guarantee:
     federation = plan.document.federation
-    rounds = federation.planned_rounds or max(federation.rounds) + 1
-    found = mechanism(plan.defences[name])
-    if isinstance(found, str):
-        return Guarantee(name, found)
-    steps, rate = _drawn(plan, name, found.unit)
-    try:
-        told = spent(plan.defences[name], rounds=rounds, steps=steps, rate=rate)
-    except MissingExtra as error:
-        return Guarantee(name, f"{error}.")
+    given = guarantee(plan, name, federation.planned_rounds or max(federation.rounds) + 1)
+    told = given.spent
     if isinstance(told, str) or federation.planned_rounds is not None:
-        return Guarantee(name, told)
+        return given
     words = (
         f"{told.words} The plan has no planned_rounds: it was counted up to the last attacked "
         "round, and every further round spends more."
     )
     return Guarantee(name, replace(told, words=words))
+
+
+def guarantee(plan: Plan, name: str, rounds: int) -> Guarantee:
+    """What a defence of the plan spends over so many rounds, or why nothing is promised."""
+    found = mechanism(plan.defences[name])
+    if isinstance(found, str):
+        return Guarantee(name, found)
+    steps, rate = _drawn(plan, name, found.unit)
+    try:
+        return Guarantee(name, spent(plan.defences[name], rounds=rounds, steps=steps, rate=rate))
+    except MissingExtra as error:
+        return Guarantee(name, f"{error}.")
 
 
 def _drawn(plan: Plan, name: str, unit: Unit) -> tuple[int, float]:

@@ -1,4 +1,5 @@
-"""The public records of a plan: what any attacker may hold, and no client does.
+"""The public records of a plan: what any attacker may hold, and no client does; and how records
+are set aside at all.
 
 `federation.public` is a number of the plan's own records, set aside before the clients share out
 the rest; or another data set; or nothing. Then a malicious server is given a quarter of the plan's
@@ -48,7 +49,12 @@ def shared_out(
         return found, "embedded", records
     if declared is None and federation.captured is None and (malicious or needed):
         declared = min(1000, len(records) // 4)
-    public, private = _set_aside(records, declared or 0)
+    if declared and declared >= len(records):
+        raise PlanError(
+            f"federation.public sets {declared} records aside, but {records.name} has only "
+            f"{len(records)}: leave some for the clients"
+        )
+    public, private = set_aside(records, declared or 0, torch.Generator().manual_seed(0))
     if needed and not len(public):
         raise PlanError(
             f"an attack of the plan needs public records, and {records.name} has none to spare "
@@ -57,21 +63,21 @@ def shared_out(
     return public, "set aside", private
 
 
-def _set_aside(records: Dataset, count: int) -> tuple[Dataset, Dataset]:
-    """The public records and the others, drawn by a fixed seed: the same in every trial. A public
-    record whose equal went to the clients, because the set holds it twice, is left out."""
-    if count and count >= len(records):
-        raise PlanError(
-            f"federation.public sets {count} records aside, but {records.name} has only "
-            f"{len(records)}: leave some for the clients"
-        )
-    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
+def set_aside(records: Dataset, count: int, rng: torch.Generator) -> tuple[Dataset, Dataset]:
+    """So many records and the others, the same in every trial. One whose equal is among the others,
+    because the set holds it twice, is left out."""
+    order = torch.randperm(len(records), generator=rng)
     chosen, rest = order[:count].sort().values, order[count:].sort().values
-    public, private = (
+    aside, others = (
         replace(records, inputs=records.inputs[i], labels=records.labels[i]) for i in (chosen, rest)
     )
-    own = ~_shared(public.inputs, private.inputs)
-    return replace(public, inputs=public.inputs[own], labels=public.labels[own]), private
+    return without(aside, others), others
+
+
+def without(records: Dataset, others: Dataset) -> Dataset:
+    """Those records that equal none of the others, bit for bit."""
+    own = ~_shared(records.inputs, others.inputs)
+    return replace(records, inputs=records.inputs[own], labels=records.labels[own])
 
 
 def _named(public: Dataset, clients: Dataset) -> Dataset:

@@ -35,6 +35,7 @@ from leakgauge.audit.results import (
     Rung,
     RunTimes,
     Sensitivity,
+    Trained,
     Trial,
 )
 from leakgauge.audit.schema import SCHEMA
@@ -49,6 +50,7 @@ def assemble(
     model: nn.Module,
     *,
     trials: Sequence[Trial],
+    trained: Sequence[Trained],
     controls: Iterable[Case],
     rungs: Sequence[tuple[str, list[Case]]],
     not_run: Iterable[NotRun],
@@ -58,7 +60,8 @@ def assemble(
     interrupted: bool,
     exposure: tuple[Exposure, ...],
 ) -> Result:
-    cpu = sum(trial.times.cpu_seconds for trial in trials)
+    times = [*(trial.times for trial in trials), *(one.times for one in trained)]
+    cpu = sum(one.cpu_seconds for one in times)
     tried = {*plan.asked, *(trial.attack for trial in trials if trial.kind == "trial")}
     attacks = [attack for name, attack in plan.attacks.items() if name in tried]
     others = [v for kind in (plan.restorers, plan.defences, plan.metrics) for v in kind.values()]
@@ -90,6 +93,7 @@ def assemble(
         interrupted=interrupted,
         exposure=exposure,
         privacy=guarantees(plan),
+        trained=tuple(trained),
     )
     return derived(given, [case.id for case in controls], _ladder(plan, rungs))
 

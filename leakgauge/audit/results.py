@@ -165,6 +165,46 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """The privacy budget of a defence over all rounds that were trained."""
+
+    epsilon: float | None
+    delta: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One federation trained under one defence for one seed. `accuracy[i]` is the share of the
+    held-out `records` that its model names rightly after `rounds[i]` rounds; always naming their
+    most frequent class gives `chance`."""
+
+    id: str
+    defence: str
+    seed: int
+    status: Literal["done", "failed"]
+    error: str | None
+    times: Times
+    rounds: tuple[int, ...] = ()
+    accuracy: tuple[float, ...] = ()
+    records: int = 0
+    chance: float = 0.0
+    spent: Budget | None = None
+
+    def __post_init__(self) -> None:
+        for share in (self.chance, *self.accuracy):
+            _share("accuracy", share)
+        if len(self.rounds) != len(self.accuracy):
+            raise ValueError(
+                f"accuracy: expected {len(self.rounds)} numbers, one per round, got "
+                f"{len(self.accuracy)}"
+            )
+        if bool(self.rounds) != (self.status == "done"):
+            expected = "numbers" if self.status == "done" else "nothing"
+            raise ValueError(f"accuracy: expected {expected} where status is {self.status!r}")
+
+
+@dataclass(frozen=True)
 class NotRun:
     id: str
     attack: str
@@ -317,6 +357,60 @@ class Explanation:
     sentence: str = ""
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds, with its 95 % interval (Student's t)."""
+
+    mean: float
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One setting of a trade-off: the accuracy that it leaves and what leaks under it.
+
+    `accuracies` are by seed, in the order of the seeds; `cost` is the accuracy without a defence
+    minus that with this one, paired by seed. Both are unknown unless every seed was trained to the
+    end. `worst` names the kind of leak that is furthest above its limit, or nearest to it, and
+    `leak` is what decides that kind; `strongest` is the row with the highest median PSNR. `outcome`
+    is the verdict on this defence alone, but not *below the limit* where trials of it are missing.
+    `front`: no other setting is better in accuracy or leak and as good in the other.
+    """
+
+    defence: str
+    accuracies: tuple[float, ...]
+    accuracy: Estimate | None
+    cost: Estimate | None
+    outcome: Outcome
+    worst: str | None
+    leak: Decided | None
+    strongest: Worst | None
+    front: bool
+    spent: Budget | None
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """What each setting costs in accuracy and what leaks under it, and which one to take.
+
+    `ties` are the settings that meet the limit too and whose accuracy cannot be told from that of
+    the `recommended` one; `nearest` is the setting that came nearest to the limit where none meets
+    it.
+    """
+
+    rounds: int
+    seeds: tuple[int, ...]
+    records: int
+    chance: float
+    settings: tuple[Weighed, ...]
+    choice: Literal["recommended", "none", "undecided"]
+    exit_code: int
+    recommended: str | None
+    ties: tuple[str, ...]
+    nearest: str | None
+    sentence: str
+
+
 # The whole
 
 
@@ -427,6 +521,8 @@ class Result:
     interrupted: bool = False
     exposure: tuple[Exposure, ...] = ()  # one for each number of records behind an update
     privacy: tuple[Guarantee, ...] = ()  # one for each defence of the plan
+    trained: tuple[Trained, ...] = ()
+    tradeoff: Tradeoff | None = None
 
     def __post_init__(self) -> None:
         limits = {metric.name: metric.limit for metric in self.metrics}

@@ -1,14 +1,15 @@
-"""Run a plan: controls, trials and ladder, on any engine, within a budget.
+"""Run a plan: controls, trials, trainings and ladder, on any engine, within a budget.
 
-Trials are written one by one as they end; an audit that was killed, ran out of budget or was
-interrupted can be resumed and loses at most the running trials. Failed trials are tried again.
+Trials are written one by one as they end, and so are the federations that are trained for a
+trade-off; an audit that was killed, ran out of budget or was interrupted can be resumed and loses
+at most what is running. What failed is tried again.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -18,16 +19,16 @@ from torch import nn
 from leakgauge.attacks import Exposure
 from leakgauge.audit import cases
 from leakgauge.audit.bench import Bench, Done
-from leakgauge.audit.cases import Case
-from leakgauge.audit.engine import Crew, Engine, Hooks
+from leakgauge.audit.cases import Case, Training, Work
+from leakgauge.audit.engine import Crew, Ended, Engine, Hooks
 from leakgauge.audit.exposed import begun, exposures
 from leakgauge.audit.forecast import forecast
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.result import assemble
-from leakgauge.audit.results import NotRun, Result, Times, Trial
+from leakgauge.audit.results import NotRun, Result, Times, Trained, Trial
 from leakgauge.audit.store import Store
 from leakgauge.audit.workers import local
-from leakgauge.errors import NotApplicable
+from leakgauge.errors import NotApplicable, PlanError
 from leakgauge.types import PreparedAttack
 
 
@@ -36,9 +37,9 @@ class Watch:
     """What a caller may want to see while an audit runs. All optional."""
 
     expect: Callable[[int], None] = lambda total: None
-    begin: Callable[[Case], None] = lambda case: None
-    progress: Callable[[Case, int, int, float], None] = lambda case, done, total, objective: None
-    end: Callable[[Case, Trial], None] = lambda case, trial: None
+    begin: Callable[[Work], None] = lambda case: None
+    progress: Callable[[Work, int, int, float], None] = lambda case, done, total, objective: None
+    end: Callable[[Work, Trial | Trained], None] = lambda case, ended: None
     say: Callable[[str], None] = lambda words: None
     calibrate: Callable[[str], None] = lambda attack: None
 
@@ -52,6 +53,7 @@ def run(
     jobs: int | None = None,
     budget: float | None = None,
     calibrate: bool = False,
+    tradeoff: bool = False,
     watch: Watch | None = None,
     engine: Callable[[Bench, int | None, Callable[[str], None]], Engine] = local,
 ) -> Result:
@@ -59,7 +61,14 @@ def run(
     result.json. Ctrl-C ends the audit early with a valid result. When no attack applies there is no
     audit: an error, and nothing is written. `calibrate` forecasts the cost first, so that the
     result can say how far the forecast was off. `engine` makes the workers that run `jobs` trials
-    at a time: this process and others like it, or those of a cluster (integrations.ray)."""
+    at a time: this process and others like it, or those of a cluster (integrations.ray). With
+    `tradeoff` the federation is also trained under each defence of the plan, whose [tradeoff] says
+    how long."""
+    if tradeoff and plan.document.tradeoff is None:
+        raise PlanError(
+            f"{plan.name} has no table [tradeoff]: add one that says how many rounds the "
+            "federation is trained, such as `rounds = 30`"
+        )
     torch.set_num_threads(plan.document.audit.threads)
     # Build the model once before anything is written: a wrong one is the user's to know now.
     start = begun(plan)
@@ -75,19 +84,26 @@ def run(
         began = time.monotonic()
         with closing(engine(bench, jobs, watch.say)) as workers:
             session = _Session(bench, store, workers, began, budget, watch)
-            return _audit(session, model, exposure, calibrate)
+            return _audit(session, model, exposure, calibrate, tradeoff)
 
 
 def _audit(
-    session: _Session, model: nn.Module, exposure: tuple[Exposure, ...], calibrate: bool
+    session: _Session,
+    model: nn.Module,
+    exposure: tuple[Exposure, ...],
+    calibrate: bool,
+    tradeoff: bool,
 ) -> Result:
     bench, plan, store = session.bench, session.bench.plan, session.store
     expected = None
     controls = cases.controls(plan) if plan.document.audit.control else []
+    trainings = cases.trainings(plan) if tradeoff else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
-        expected = forecast(plan, session.watch.calibrate) if calibrate else None
+        expected = forecast(plan, session.watch.calibrate, trainings) if calibrate else None
         session.run([*controls, *cases.trials(plan)])
+        if trainings:
+            session.train(trainings)
         if plan.document.audit.explain and controls:
             best = _best(session.pick(controls))
             rungs = cases.ladder(plan, best) if best else []
@@ -105,6 +121,7 @@ def _audit(
         plan,
         model,
         trials=session.pick([*controls, *cases.trials(plan), *(c for _, r in rungs for c in r)]),
+        trained=[session.trained[one.id] for one in trainings if one.id in session.trained],
         controls=controls,
         rungs=rungs,
         not_run=session.not_run(cases.trials(plan)),
@@ -141,6 +158,7 @@ class _Session:
     budget: float | None
     watch: Watch
     finished: dict[str, Trial] = field(default_factory=dict)
+    trained: dict[str, Trained] = field(default_factory=dict)
     interrupted: bool = False
     _skipped: dict[str, str] = field(default_factory=dict)
     _expected: int = 0
@@ -180,33 +198,63 @@ class _Session:
                     todo.append(case)
                     continue
             self.finished[case.id] = known
-        self._expected += len(todo)
-        self.watch.expect(self._expected)
         if self.budget is None and self.engine.width > 1:
             # Nothing is cut: the longest first, so that all workers end together.
             todo.sort(key=lambda case: -cases.effort(self.bench.plan, case.attack))
-        for case, done in self._crew.run(todo):
-            if done is None:
-                words = "the process of this trial was killed twice (out of memory?)"
-                done = Done(case.crashed(self.bench.plan, Times(0.0, 0.0), words))
-                self._ended(case, done)
+        self._do(todo)
+
+    def train(self, wanted: list[Training]) -> None:
+        """Every federation that is not trained yet."""
+        known = {one.id: self.store.trained(one.id, self.watch.say) for one in wanted}
+        self.trained |= {i: one for i, one in known.items() if one and one.status == "done"}
+        self._do([one for one in wanted if one.id not in self.trained])
+
+    def _do(self, todo: Sequence[Work]) -> None:
+        self._expected += len(todo)
+        self.watch.expect(self._expected)
+        for work, ended in self._crew.run(todo):
+            done = ended or self._killed(work)
+            if isinstance(done, Trained):
+                self.store.keep_trained(done)
+                self.watch.end(work, done)
+                continue
             if done.trial.status != "not applicable":  # that is known again in a moment
                 self.store.keep(done.trial, done.pictures.items())
-            self.watch.end(case, done.trial)
+            self.watch.end(work, done.trial)
 
-    def _ended(self, case: Case, done: Done) -> None:
-        self.finished[case.id] = done.trial
+    def _killed(self, work: Work) -> Ended:
+        words, times = "was killed twice (out of memory?)", Times(0.0, 0.0)
+        done: Ended
+        if isinstance(work, Training):
+            words = f"the process of this training {words}"
+            done = Trained(work.id, work.defence, work.seed, "failed", words, times)
+        else:
+            words = f"the process of this trial {words}"
+            done = Done(work.crashed(self.bench.plan, times, words))
+        self._ended(work, done)
+        return done
 
-    def _begin(self, case: Case) -> None:
-        if isinstance(self.bench.plan.attacks[case.attack], PreparedAttack):
+    def _ended(self, work: Work, done: Ended) -> None:
+        if isinstance(done, Trained):
+            self.trained[work.id] = done
+        else:
+            self.finished[work.id] = done.trial
+
+    def _begin(self, work: Work) -> None:
+        attack = self.bench.plan.attacks[work.attack] if isinstance(work, Case) else None
+        if isinstance(attack, PreparedAttack):
             self.store.begin()  # it may keep something there
-        self.watch.begin(case)
+        self.watch.begin(work)
 
-    def _may_start(self, case: Case) -> bool:
-        """Whether the budget still holds what a trial of this attack took so far."""
+    def _may_start(self, case: Work) -> bool:
+        """Whether the budget still holds what a trial of this attack, or a training, took so
+        far."""
         if self.budget is None:
             return True
-        took = [t.times.wall_seconds for t in self.finished.values() if t.attack == case.attack]
+        if isinstance(case, Training):
+            took = [one.times.wall_seconds for one in self.trained.values()]
+        else:
+            took = [t.times.wall_seconds for t in self.finished.values() if t.attack == case.attack]
         need = sum(took) / len(took) if took else 0.0
         if self.elapsed() + need <= self.budget:
             return True
@@ -214,7 +262,9 @@ class _Session:
         return False
 
 
-def _expensive_round(case: Case) -> object:
+def _expensive_round(case: Work) -> object:
     """What cases share whose round is played after honest ones; another round costs little."""
+    if isinstance(case, Training):
+        return None
     stage = case.stage if case.keeps("stage") else 0
     return (case.stage, case.defence, case.seed, case.kept) if stage else None

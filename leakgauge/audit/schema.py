@@ -12,14 +12,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from leakgauge._version import __version__
 from leakgauge.audit import references
 from leakgauge.audit.document import Document, Limit, Table
-from leakgauge.audit.results import Explanation, Outcome, Result, Trial
+from leakgauge.audit.results import Explanation, Outcome, Result, Trained, Trial
 from leakgauge.audit.summary import derived
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import build, convert, plain, shown
@@ -27,10 +27,11 @@ from leakgauge.errors import InputError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.metrics import METRICS
 
+T = TypeVar("T", Trial, Trained)
 SCHEMA = 5
 UNTESTED = 5  # the first schema in which a defence that no attacker knows is untested
 DOUBTED: tuple[Outcome, Outcome] = ("below the limit", "inconclusive")
-DERIVED = ("summary", "control", "verdict", "explanation")
+DERIVED = ("summary", "control", "verdict", "explanation", "tradeoff")
 WORDS = {"headline", "next", "sentences", "sentence", "reason"}
 LARGEST = 1e300  # beyond it a number cannot be drawn or added
 
@@ -38,6 +39,12 @@ LARGEST = 1e300  # beyond it a number cannot be drawn or added
 @dataclass(frozen=True)
 class _Ended:
     outcome: Outcome
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    recommended: str | None
     exit_code: int
 
 
@@ -54,6 +61,7 @@ class _Told:
     control: tuple[_Tried, ...]
     verdict: _Ended | None
     explanation: Explanation | None
+    tradeoff: _Chosen | None = None
 
 
 def load(path: Path) -> Result:
@@ -87,14 +95,23 @@ def check(value: Any) -> Result:
 
 def check_trial(value: Any, id_: str) -> Trial:
     """The trial of this id as it was written by itself; InputError names what is wrong."""
-    _printable(value, "trial")
+    return _alone(Trial, value, "trial", id_)
+
+
+def check_trained(value: Any, id_: str) -> Trained:
+    """The same of a federation that was trained."""
+    return _alone(Trained, value, "trained", id_)
+
+
+def _alone(kind: type[T], value: Any, where: str, id_: str) -> T:
+    _printable(value, where)
     try:
-        trial = build(Trial, value, "trial", lenient=True)
+        found = build(kind, value, where, lenient=True)
     except PlanError as error:
         raise InputError(str(error)) from error
-    if trial.id != id_:
-        raise InputError(f"trial.id: expected {id_!r}, got {trial.id!r}")
-    return trial
+    if found.id != id_:
+        raise InputError(f"{where}.id: expected {id_!r}, got {found.id!r}")
+    return found
 
 
 def _read(value: Any) -> Result:
@@ -111,16 +128,16 @@ def _read(value: Any) -> Result:
     told = build(_Told, table, "result", lenient=True)
     if version >= 3 and told.verdict is None:
         raise InputError("result.verdict: expected a table, got None")
-    table |= {"summary": [], "control": [], "verdict": None, "explanation": None}
+    table |= {"summary": [], "control": [], "verdict": None, "explanation": None, "tradeoff": None}
     result = build(Result, table, "result", lenient=True)
     controls = [trial for entry in told.control for trial in entry.trials]
     found = derived(result, controls, told.explanation)
     if told.verdict:
-        _compare(value, told.verdict, found)
+        _compare(value, told.verdict, told.tradeoff, found)
     return replace(found, verdict=None) if version == 1 else found
 
 
-def _compare(table: Table, told: _Ended, found: Result) -> None:
+def _compare(table: Table, told: _Ended, chosen: _Chosen | None, found: Result) -> None:
     """Where the file says something else than its trials it was edited, and is refused; another
     version may count differently, but not come to another outcome."""
     true = found.verdict
@@ -131,9 +148,13 @@ def _compare(table: Table, told: _Ended, found: Result) -> None:
         one, other = getattr(told, key), getattr(true, key)
         if one != other:
             _edited(f"verdict.{key}", f"it says {one!r}, they say {other!r}")
+    given = found.tradeoff
+    choice = _Chosen(given.recommended, given.exit_code) if given else None
+    if chosen != choice:
+        _edited("tradeoff", "another setting is recommended")
     version = table["schema"], found.leakgauge, found.versions.get("torch")
     for key in DERIVED if version == (SCHEMA, __version__, _torch()) else ():
-        if _wordless(table[key]) != _wordless(plain(getattr(found, key))):
+        if _wordless(table.get(key)) != _wordless(plain(getattr(found, key))):
             _edited(key, "its numbers differ")
 
 

@@ -2,14 +2,16 @@
 
     OUT/plan.json        the plan and its fingerprint
     OUT/trials/ID.json   one finished trial each
+    OUT/trained/ID.json  one federation each that was trained for a trade-off
     OUT/images/ID/…      truths and guesses, and a sheet of both
     OUT/prepared/KEY     what a long preparation of an attack keeps, to go on from
     OUT/result.json      everything, when the audit is done
 
-A trial counts once its JSON file is there; a killed audit therefore loses only the running trial.
-It carries the fingerprint of its plan: one of another plan, or one that is damaged, is not used.
-Nothing is written, nor anything replaced, before the first trial has ended. While an audit runs it
-holds a lock on OUT/.lock, which the kernel releases however the audit ends.
+A trial counts once its JSON file is there, and so does a training; a killed audit therefore loses
+only what is running. The file carries the fingerprint of its plan: one of another plan, or one that
+is damaged, is not used. Nothing is written, nor anything replaced, before the first trial has
+ended. While an audit runs it holds a lock on OUT/.lock, which the kernel releases however the audit
+ends.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from leakgauge.audit.document import Document, Table
-from leakgauge.audit.results import Result, Trial
-from leakgauge.audit.schema import check_trial
+from leakgauge.audit.results import Result, Trained, Trial
+from leakgauge.audit.schema import check_trained, check_trial
 from leakgauge.config import plain
 from leakgauge.errors import InputError, PlanError
 from leakgauge.files import read_plain, write_atomic, write_json
 
+T = TypeVar("T")
 LOCK = ".lock"
 
 
@@ -76,7 +80,7 @@ class Store:
     def begin(self) -> None:
         """Make the folder ready, once."""
         if self._replace:
-            for part in ("trials", "images", "prepared"):
+            for part in ("trials", "trained", "images", "prepared"):
                 shutil.rmtree(self.out / part, ignore_errors=True)
             self.result.unlink(missing_ok=True)
             self._replace = False
@@ -106,16 +110,27 @@ class Store:
 
     def done(self, trial: str, say: Callable[[str], None] = lambda words: None) -> Trial | None:
         """A finished trial, or None. What may not be of this plan is left out: `say` is told."""
-        path = self._path(trial)
+        return self._load(self._path(trial), partial(check_trial, id_=trial), say, "trial is run")
+
+    def trained(
+        self, training: str, say: Callable[[str], None] = lambda words: None
+    ) -> Trained | None:
+        """A federation that was trained, or None, by the same rules."""
+        path = self._trained(training)
+        return self._load(path, partial(check_trained, id_=training), say, "federation is trained")
+
+    def _load(
+        self, path: Path, check: Callable[[Any], T], say: Callable[[str], None], what: str
+    ) -> T | None:
         if self._replace or not path.exists():
             return None
         try:
             content = json.loads(read_plain(path).decode())
-            loaded = check_trial(content, trial)
+            loaded = check(content)
             if content.get("fingerprint") != self._fingerprint:
                 raise InputError("it is of another plan")
         except (OSError, InputError, ValueError, RecursionError) as error:
-            say(f"{path} is not used, its trial is run again: {error}")
+            say(f"{path} is not used, its {what} again: {error}")
             return None
         return loaded
 
@@ -126,12 +141,20 @@ class Store:
             write_atomic(self.out / name, content)
         write_json(self._path(trial.id), plain(trial) | {"fingerprint": self._fingerprint})
 
+    def keep_trained(self, trained: Trained) -> None:
+        self.begin()
+        content = plain(trained) | {"fingerprint": self._fingerprint}
+        write_json(self._trained(trained.id), content)
+
     def finish(self, result: Result) -> None:
         self.begin()
         write_json(self.result, plain(result))
 
     def _path(self, trial: str) -> Path:
         return self.out / "trials" / f"{trial}.json"
+
+    def _trained(self, training: str) -> Path:
+        return self.out / "trained" / f"{training}.json"
 
 
 @contextmanager

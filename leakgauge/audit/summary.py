@@ -30,6 +30,7 @@ from leakgauge.audit.results import (
     Trial,
     Verdict,
 )
+from leakgauge.audit.tradeoff import compare
 from leakgauge.audit.verdict import judge, judge_control, kind_of, leaking, weigh
 from leakgauge.metrics import bootstrap, risk
 
@@ -45,12 +46,11 @@ def derived(result: Result, controls: Iterable[str], ladder: Explanation | None)
     summary = summarise([t for t in result.trials if t.kind == "trial"], limit, metrics)
     control = judged([by_id[id_] for id_ in controls if id_ in by_id], limit, metrics)
     verdict = judge(replace(result, summary=summary, control=control))
+    given = replace(result, summary=summary, control=control, verdict=verdict)
     return replace(
-        result,
-        summary=summary,
-        control=control,
-        verdict=verdict,
+        given,
         explanation=explain(ladder, by_id, verdict, result.exposure) if ladder else None,
+        tradeoff=compare(given),
     )
 
 

@@ -23,14 +23,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from leakgauge.audit.bench import Bench, Done, Progress
-from leakgauge.audit.cases import Case
-from leakgauge.audit.engine import PROGRESS_EVERY, Engine, Here, News, Tell
+from leakgauge.audit.bench import Bench, Progress
+from leakgauge.audit.cases import Work
+from leakgauge.audit.engine import PROGRESS_EVERY, Ended, Engine, Here, News, Tell
 from leakgauge.config import no_exit
 from leakgauge.errors import LeakGaugeError, PlanError
 
 T = TypeVar("T")
-Run: TypeAlias = Callable[[Case, Progress], Done]
+Run: TypeAlias = Callable[[Work, Progress], Ended]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -137,7 +137,7 @@ class Processes:
         self._workers[self._started] = (process, ours)
         return self._started
 
-    def give(self, worker: int, case: Case) -> None:
+    def give(self, worker: int, case: Work) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # `news` will say that it died
             self._workers[worker][1].send(case)
 

@@ -2,6 +2,6 @@
 
 from leakgauge.fl.model import setting
 from leakgauge.fl.partition import PARTITIONS
-from leakgauge.fl.simulate import Scenario, simulate, tampered, target
+from leakgauge.fl.simulate import Scenario, played, simulate, tampered, target
 
-__all__ = ["PARTITIONS", "Scenario", "setting", "simulate", "tampered", "target"]
+__all__ = ["PARTITIONS", "Scenario", "played", "setting", "simulate", "tampered", "target"]

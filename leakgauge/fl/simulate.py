@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal
 
 import torch
@@ -76,16 +77,25 @@ def simulate(
     progress: Callable[[int, int], None] | None = None,
 ) -> Round:
     """Play the federation up to the attacked round and return that round, truths included."""
+    rounds = played(scenario, rng)
+    for index in range(scenario.rounds):
+        next(rounds)
+        if progress:
+            progress(index + 1, scenario.rounds)
+    return next(rounds)[0]
+
+
+def played(scenario: Scenario, rng: torch.Generator) -> Iterator[tuple[Round, nn.Module]]:
+    """Every round of the federation in turn, without end, and the global model after it: the same
+    rounds for the same `rng`, whoever asks for them."""
     _check(scenario)
     model = initial_model(scenario, rng)
     shards = shards_of(scenario, rng)
     memory: list[Memory] = [{} for _ in shards]
-    for index in range(scenario.rounds):
-        played, buffers = _play(scenario, model, shards, memory, index, rng)
-        model.load_state_dict(played.after | buffers, strict=False)
-        if progress:
-            progress(index + 1, scenario.rounds)
-    return _play(scenario, model, shards, memory, scenario.rounds, rng)[0]
+    for index in count():
+        round_, buffers = _play(scenario, model, shards, memory, index, rng)
+        model.load_state_dict(round_.after | buffers, strict=False)
+        yield round_, model
 
 
 def target(

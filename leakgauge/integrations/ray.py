@@ -33,7 +33,7 @@ import torch
 
 from leakgauge._version import __version__
 from leakgauge.audit.bench import Bench
-from leakgauge.audit.cases import Case
+from leakgauge.audit.cases import Work
 from leakgauge.audit.engine import Engine, News, Tell
 from leakgauge.audit.workers import at_most, attempt, paced
 from leakgauge.config import optional
@@ -179,7 +179,7 @@ def prepared(parcel: Parcel, folder: Path) -> Bench | Exception:
     return attempt(made)
 
 
-def streamed(bench: Bench, case: Case) -> Iterator[object]:
+def streamed(bench: Bench, case: Work) -> Iterator[object]:
     """Progress, as tuples, and then the trial or an error."""
     messages: SimpleQueue[object] = SimpleQueue()
 
@@ -209,7 +209,7 @@ def _worker() -> type:
             self.bench = self.ours.prepared(parcel, Path(self.folder))
             yield self.bench if isinstance(self.bench, Exception) else "ready"
 
-        def run(self, case: Case) -> Iterator[object]:
+        def run(self, case: Work) -> Iterator[object]:
             yield from self.ours.streamed(self.bench, case)
 
         def leave(self) -> None:
@@ -256,7 +256,7 @@ class _Ray:
         self._streams[stream] = self._started
         return self._started
 
-    def give(self, worker: int, case: Case) -> None:
+    def give(self, worker: int, case: Work) -> None:
         stream = self._actors[worker].run.options(num_returns="streaming").remote(case)
         self._streams[stream] = worker
 

@@ -7,13 +7,12 @@ functions are pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from leakgauge.accounting import Spent, shown
 from leakgauge.audit.advice import defended
-from leakgauge.audit.document import NO_DEFENCE, Table
+from leakgauge.audit.document import NO_DEFENCE, settings
 from leakgauge.audit.results import (
     Attacker,
     Found,
@@ -28,9 +27,7 @@ from leakgauge.audit.results import (
     Worst,
 )
 from leakgauge.audit.verdict import tested
-from leakgauge.config import toml
 from leakgauge.errors import InputError
-from leakgauge.outside import unused
 from leakgauge.report.wording import (
     MOST_LISTED,
     NOTHING,
@@ -428,15 +425,6 @@ def trade_off(result: Result) -> list[Trade]:
     return trades
 
 
-def settings(methods: Sequence[Table]) -> dict[str, str]:
-    """Options of each attack or defence as the plan gives them, by the key that names its rows."""
-    named: dict[str, str] = {}
-    for options in methods:
-        key = unused(str(options["name"]), named)  # as in the plan
-        named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
-    return named
-
-
 def protections(result: Result) -> dict[str, str]:
     """Options of each defence, and beside them what it spends of privacy over all rounds: an
     epsilon of one round never stands alone."""
@@ -671,10 +659,9 @@ def limits(result: Result, images: Images) -> list[str]:
             "photographs. With public records of the clients' own kind they can recover more."
         )
     if len({row.defence for row, _ in rows}) > 1:
-        texts += [
-            "A defence is judged by the attacks listed here, not by all there are.",
-            "What the defences cost in accuracy was not measured.",
-        ]
+        texts.append("A defence is judged by the attacks listed here, not by all there are.")
+        if not result.tradeoff:
+            texts.append("What the defences cost in accuracy was not measured.")
     if blind := unscored(result):
         texts.append(
             f"{count(len(blind), 'trial')}: {NOT_SCORED}. Look at the pictures; how much of the "

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from leakgauge.audit.advice import CAP
 from leakgauge.audit.results import Spread
@@ -21,12 +21,13 @@ from leakgauge.audit.results import Spread
 HEIGHT = 34
 MOST_DOTS = 150  # of one strip
 GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples spread dots evenly whatever their number
-Shape: TypeAlias = Literal["line", "rect", "dot", "diamond"]
+Shape: TypeAlias = Literal["line", "rect", "dot", "diamond", "bubble", "ring", "text"]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A shape from (x, y) to (x2, y2); a dot or a diamond stands at (x, y)."""
+    """A shape from (x, y) to (x2, y2); any other than a line or a rectangle stands at (x, y). The
+    kind of a text ends with its anchor: start, middle or end."""
 
     shape: Shape
     kind: str
@@ -34,6 +35,7 @@ class Mark:
     y: float
     x2: float = 0.0
     y2: float = 0.0
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,8 @@ def _thinned(values: Sequence[float]) -> list[float]:
 # For the page
 
 
-def svg(marks: Sequence[Mark]) -> Markup:
-    return _figure("figure", HEIGHT, [_drawn(mark) for mark in marks])
+def svg(marks: Sequence[Mark], height: int = HEIGHT) -> Markup:
+    return _figure("figure", height, [_drawn(mark) for mark in marks])
 
 
 def scale(axis: Axis) -> Markup:
@@ -185,13 +187,19 @@ def _drawn(mark: Mark) -> str:
     x, x2, name = _percent(mark.x), _percent(mark.x2), f'class="{mark.kind}"'
     match mark.shape:
         case "line":
-            return f'<line {name} x1="{x}" x2="{x2}" y1="{mark.y:g}" y2="{mark.y2:g}"/>'
+            return f'<line {name} x1="{x}" x2="{x2}" y1="{mark.y:.5g}" y2="{mark.y2:.5g}"/>'
         case "rect":
             width, height = _percent(mark.x2 - mark.x), f"{mark.y2 - mark.y:g}"
             size = f'width="{width}" y="{mark.y:g}" height="{height}" rx="2"'
             return f'<rect {name} x="{x}" {size}/>'
         case "dot":
             return f'<circle {name} cx="{x}" cy="{mark.y:.1f}" r="2.2"/>'
+        case "bubble" | "ring":
+            radius = 9 if mark.shape == "bubble" else 14
+            return f'<circle {name} cx="{x}" cy="{mark.y:.1f}" r="{radius}"/>'
+        case "text":
+            anchor = f'text-anchor="{mark.kind.split()[-1]}"'
+            return f'<text {name} x="{x}" y="{mark.y:.1f}" {anchor}>{escape(mark.text)}</text>'
     return (  # a diamond needs pixels around a place in per cent
         f'<svg x="{x}" y="{mark.y:g}" overflow="visible"><path {name} d="M0-6 5 0 0 6-5 0Z"/></svg>'
     )

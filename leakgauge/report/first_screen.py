@@ -107,8 +107,10 @@ def _measured(leak: Leak) -> str:
 
 
 def next_steps(result: Result) -> tuple[str, ...]:
-    """What to do, the most urgent first."""
-    return result.verdict.next if result.verdict else ()
+    """What to do, the most urgent first: the setting that a trade-off recommends, if there is
+    one."""
+    steps = result.verdict.next if result.verdict else ()
+    return (result.tradeoff.sentence, *steps) if result.tradeoff else steps
 
 
 def rests_on(result: Result) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from leakgauge.audit.results import Result
-from leakgauge.report import contents, first_screen
+from leakgauge.report import contents, first_screen, protection
 from leakgauge.report.contents import Images
 from leakgauge.report.pictures import Shown
 from leakgauge.report.wording import NOTHING, count, percent
@@ -14,6 +14,7 @@ def gists(result: Result, images: Images, shown: list[Shown]) -> dict[str, str]:
     return {
         "findings": _findings(result),
         "reconstructions": "hidden" if images == "hide" else _pictures(shown),
+        "tradeoff": protection.gist(result.tradeoff) if result.tradeoff else "",
         "defences": _defences(result),
         "privacy": _privacy(result),
         "distributions": "the likeness of every record, not the median alone",

@@ -28,6 +28,8 @@ from leakgauge.report import (
     figures,
     first_screen,
     pictures,
+    protection,
+    scatter,
     wording,
 )
 from leakgauge.report.contents import Images
@@ -87,6 +89,9 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         ladder=charts.ladder(result),
         trades=charts.defences(result),
         privacy=contents.privacy(result),
+        tradeoff=result.tradeoff,
+        protection=protection,
+        scatter=scatter,
         coverage=contents.coverage(result),
         whole_reasons=contents.whole_reasons(result),
         failures=contents.failures(result),

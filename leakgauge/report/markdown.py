@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from leakgauge.audit.advice import defended
-from leakgauge.audit.results import Result
-from leakgauge.report import annex, contents, first_screen, pictures, wording
+from leakgauge.audit.results import Result, Tradeoff
+from leakgauge.report import annex, contents, first_screen, pictures, protection, wording
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
@@ -39,6 +39,8 @@ def render(result: Result, folder: Path | None = None) -> str:
         lines += [f"{i}. {escape(step)}" for i, step in enumerate(steps, 1)]
     if defences := first_screen.defence_verdicts(result):
         lines += ["", "## The verdict on each defence", "", *_defences(defences)]
+    if result.tradeoff:
+        lines += ["", f"## {protection.TITLE}", "", *_tradeoff(result, result.tradeoff)]
     lines += ["", "## Findings", "", *_findings(result)]
     lines += _list(first_screen.evidence(result))
     if trades := contents.trade_off(result):
@@ -56,7 +58,9 @@ def render(result: Result, folder: Path | None = None) -> str:
         lines += _table(("Knowledge", "What it is", "Attacker"), rows)
     lines += ["", "## Scope", "", *_table(("", ""), _escaped(contents.scope(result)))]
     lines += ["", "## Attacks run and not run", "", *_coverage(result)]
-    lines += ["", "## Limits", "", *_list(contents.limits(result, "hide"))]
+    limits = contents.limits(result, "hide")
+    limits += protection.limits(result.tradeoff) if result.tradeoff else []
+    lines += ["", "## Limits", "", *_list(limits)]
     lines += ["", "## Realism ledger", "", *_ledger(result)]
     papers = result.references
     lines += ["", "## References", ""]
@@ -82,6 +86,34 @@ def _defences(verdicts: list[first_screen.DefenceVerdict]) -> list[str]:
         name = escape(f"{line.defence} {line.settings}".rstrip())
         rows.append((name, f"**{line.outcome}**", escape(found) or "nothing was measured"))
     return _table(("Defence", "Verdict", "What was found"), rows)
+
+
+def _tradeoff(result: Result, given: Tradeoff) -> list[str]:
+    rows = []
+    for line in protection.priced(result, given):
+        mark = f" **{line.mark}**" if line.mark else ""
+        name = escape(" ".join(filter(None, (line.setting, line.options, line.spent))))
+        rows.append(
+            (
+                str(line.number),
+                name + mark,
+                f"{line.accuracy} ({line.accuracy_interval})",
+                f"{line.cost} ({line.cost_interval})" if line.cost_interval else line.cost,
+                f"{line.leak} ({line.leak_interval})",
+                escape(line.worst),
+                line.median,
+                f"**{line.outcome}**",
+                "yes" if line.front else "no",
+            )
+        )
+    header = ("", "Setting", "Accuracy", "Cost", "Leak, × the limit", "What leaks most",
+              "Typical picture", "Verdict", "Efficient")  # fmt: skip
+    lines = [escape(protection.lead(given)), "", *_table(header, rows), ""]
+    rounds, means = protection.on_the_way(result, given)
+    if means:
+        cells = ([escape(name), *rest] for name, *rest in means)
+        lines += ["Accuracy on the way:", "", *_table(("Setting", *rounds), cells), ""]
+    return [*lines, escape(given.sentence)]
 
 
 def _findings(result: Result) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from leakgauge.audit.advice import defended
-from leakgauge.audit.results import Result
+from leakgauge.audit.results import Result, Tradeoff
 from leakgauge.config import optional
 from leakgauge.report import (
     annex,
@@ -22,6 +22,8 @@ from leakgauge.report import (
     figures,
     first_screen,
     pictures,
+    protection,
+    scatter,
     wording,
 )
 from leakgauge.report.charts import Chart
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 Colour: TypeAlias = tuple[int, int, int]
 INK, MUTED, LINE, ACCENT = (27, 36, 48), (90, 102, 116), (205, 210, 216), (0, 114, 178)
 PANEL, MARK, LIMIT = (238, 243, 247), (179, 71, 0), (192, 74, 0)
+GREEN, AMBER = (0, 120, 90), (138, 90, 0)
 TONES: dict[str, Colour] = {
     "Leaks": (192, 74, 0),
     "Below the limit": (0, 120, 90),
@@ -47,10 +50,8 @@ FIGURE = 7.5  # mm: the height of one figure
 MOST_PICTURES = 32
 MOST_IN_CELL = 1000  # characters: a row must fit on a page
 
-DEFENCES = (
-    "Each defence against the strongest attack that the verdict may use; what it costs in accuracy "
-    "was not measured."
-)
+DEFENCES = "Each defence against the strongest attack that the verdict may use."
+UNKNOWN = " What it costs in accuracy was not measured."
 DISTRIBUTIONS = "PSNR of every record: the spread over records and seeds is the finding."
 LABELS = "The share of the batch's labels that an attack named, beside what guessing reaches."
 
@@ -62,10 +63,12 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     _first_page(pdf, result, folder, images)
     if pdf.page == 1:
         pdf.add_page()
+    if result.tradeoff:
+        _tradeoff(pdf, result, result.tradeoff)
     _findings(pdf, result)
     _pictures(pdf, result, folder, images)
     for title, chart, words in (
-        ("Defences", charts.defences(result), DEFENCES),
+        ("Defences", charts.defences(result), DEFENCES + ("" if result.tradeoff else UNKNOWN)),
         ("Distributions", charts.distribution(result), DISTRIBUTIONS),
         ("Labels", charts.labels(result), LABELS),
     ):
@@ -89,6 +92,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     _coverage(pdf, result)
     _heading(pdf, "Limits")
     _list(pdf, contents.limits(result, images))
+    _list(pdf, protection.limits(result.tradeoff) if result.tradeoff else [])
     _heading(pdf, "Realism ledger")
     yes = {True: "yes", False: "never"}
     ledger = contents.ledger(result)
@@ -269,6 +273,47 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
     pdf.set_xy(pdf.l_margin, lowest)
 
 
+def _tradeoff(pdf: FPDF, result: Result, given: Tradeoff) -> None:
+    """The figure, what its numbers stand for, the table and the recommendation."""
+    scale = FIGURE / figures.HEIGHT
+    _heading(pdf, protection.TITLE, scale * scatter.HEIGHT + 20)
+    _text(pdf, protection.lead(given), size=8, colour=MUTED)
+    lines = protection.priced(result, given)
+    if drawn := protection.figure(given):
+        pdf.ln(2)
+        _text(pdf, protection.UPWARDS, size=7.5, colour=MUTED)
+        top = pdf.get_y()
+        for mark in drawn:
+            _draw(pdf, mark, pdf.l_margin, top, pdf.epw)
+        pdf.set_xy(pdf.l_margin, top + scale * scatter.HEIGHT)
+        _text(pdf, protection.RIGHTWARDS, size=7.5, colour=MUTED)
+        signs = {"meets": "●", "leaks": "○", "open": "◌", "chosen": "◎", "cross": "┼",
+                 "front": "─", "limit": "┆"}  # fmt: skip
+        keys = "    ".join(f"{signs[kind]} {words}" for kind, words in protection.keys(given))
+        _text(pdf, keys, size=7, colour=MUTED)
+        pdf.ln(2)
+    rows = [
+        (
+            str(line.number),
+            " ".join(filter(None, (line.setting, line.options, line.spent)))
+            + (f"\n{line.mark}" if line.mark else ""),
+            f"{line.accuracy}\n{line.accuracy_interval}",
+            f"{line.cost}\n{line.cost_interval}",
+            f"{line.leak}\n{line.leak_interval}",
+            line.worst,
+            line.outcome,
+        )
+        for line in lines
+    ]
+    header = ("", "Setting", "Accuracy", "Cost", "Leak", "What leaks most", "Verdict")
+    _table(pdf, header, rows, (1, 6, 4, 4, 4, 7, 4), size=7, tones={6: TONES})
+    rounds, means = protection.on_the_way(result, given)
+    if means:
+        _text(pdf, "Accuracy on the way", size=8, colour=MUTED)
+        _table(pdf, ("Setting", *rounds), means, (3, *[2] * len(rounds)), size=7)
+    _text(pdf, given.sentence.replace("`", ""))
+
+
 def _findings(pdf: FPDF, result: Result) -> None:
     _heading(pdf, "Findings")
     found = contents.findings(result)
@@ -410,6 +455,22 @@ KINDS: dict[str, tuple[Colour, float, float]] = {  # colour, opacity, width of t
 }
 """How each kind of mark looks on paper, after page.css."""
 
+OF_SCATTER: dict[str, tuple[Colour, float, float]] = {
+    "allowed": (GREEN, 0.09, 0.0),
+    "cross": (INK, 0.45, 0.2),
+    "front": (ACCENT, 1.0, 0.5),
+    "lead": (MUTED, 0.7, 0.2),
+    "chosen": (GREEN, 1.0, 0.6),
+    "bubble meets": (GREEN, 1.0, 0.3),
+    "bubble leaks": (LIMIT, 1.0, 0.4),
+    "bubble open": (AMBER, 1.0, 0.4),
+    "scale middle": (MUTED, 1.0, 0.0),
+    "scale end": (MUTED, 1.0, 0.0),
+    "inside middle": ((255, 255, 255), 1.0, 0.0),
+    "outside middle": (INK, 1.0, 0.0),
+}
+"""The same for what the figure of a trade-off has beside them."""
+
 
 def _plot(pdf: FPDF, chart: Chart) -> None:
     """The figures of a chart below each other, with their words at both sides."""
@@ -468,7 +529,7 @@ def _scale(pdf: FPDF, chart: Chart, x: float, width: float) -> None:
 
 def _draw(pdf: FPDF, mark: Mark, left: float, top: float, width: float) -> None:
     """One mark in the figure whose upper left corner is given."""
-    colour, opacity, line = KINDS[mark.kind]
+    colour, opacity, line = (KINDS | OF_SCATTER)[mark.kind]
     scale = FIGURE / figures.HEIGHT
     x, y = left + mark.x * width, top + mark.y * scale
     x2, y2 = left + mark.x2 * width, top + mark.y2 * scale
@@ -485,6 +546,17 @@ def _draw(pdf: FPDF, mark: Mark, left: float, top: float, width: float) -> None:
             pdf.rect(x, y, max(x2 - x, 0.1), y2 - y, style="F")
         case "dot":
             pdf.ellipse(x - 0.5, y - 0.5, 1.0, 1.0, style="F")
+        case "bubble" | "ring":
+            radius = scale * (9 if mark.shape == "bubble" else 14)
+            if mark.kind != "bubble meets":
+                pdf.set_fill_color(255, 255, 255)
+            box = x - radius, y - radius, 2 * radius, 2 * radius
+            pdf.ellipse(*box, style="DF" if mark.shape == "bubble" else "D")
+        case "text":
+            pdf.set_font("sans", "B" if "side" in mark.kind else "", 7)
+            pdf.set_text_color(*colour)
+            long = pdf.get_string_width(mark.text)
+            pdf.text(x - long * (0.5 if mark.kind.endswith("middle") else 1), y, mark.text)
         case "diamond":
             pdf.set_fill_color(255, 255, 255)
             pdf.polygon([(x, y - 1.4), (x + 1.2, y), (x, y + 1.4), (x - 1.2, y)], style="DF")

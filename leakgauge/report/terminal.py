@@ -13,9 +13,9 @@ from rich.text import Text
 
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.advice import exposed, way_out
-from leakgauge.audit.results import Measured, Result, Row
+from leakgauge.audit.results import Measured, Result, Row, Tradeoff
 from leakgauge.audit.verdict import tested
-from leakgauge.report import contents, first_screen, wording
+from leakgauge.report import contents, first_screen, protection, wording
 
 
 def summary_table(result: Result) -> Group:
@@ -77,6 +77,33 @@ def _table(
 def _untested(row: Row) -> str:
     """The mark of an attack that does not know the defence."""
     return "" if not row.measured or tested(row, row.measured) else f" ({contents.UNTESTED})"
+
+
+def tradeoff_table(result: Result, given: Tradeoff) -> Table:
+    """One row for each setting: what it costs, and what leaks."""
+    table = Table(
+        title=protection.TITLE,
+        caption="accuracy: on held-out records (95 % interval).\n"
+        "cost: accuracy without a defence minus with it, in points (95 % interval).\n"
+        "leak: what leaks most, as a multiple of what the plan allows.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    table.add_column("setting", overflow="fold")
+    for name in ("accuracy", "cost", "leak", "verdict"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in protection.priced(result, given):
+        name = escape(line.setting)
+        interval = f" ({line.cost_interval})" if line.cost_interval else ""
+        table.add_row(
+            f"[bold]{name}[/]" if line.mark else name,
+            f"{line.accuracy} ({line.accuracy_interval})",
+            f"{line.cost.removesuffix(' points')}{interval}",
+            line.leak,
+            line.mark or line.outcome,
+        )
+    return table
 
 
 def _cells(row: Row, found: Measured | None) -> list[str]:
