@@ -27,7 +27,7 @@ from leakgauge.audit.result import assemble
 from leakgauge.audit.results import NotRun, Result, Times, Trial
 from leakgauge.audit.store import Store
 from leakgauge.audit.workers import local
-from leakgauge.errors import NotApplicable
+from leakgauge.errors import NotApplicable, PlanError
 from leakgauge.types import PreparedAttack
 
 
@@ -60,6 +60,11 @@ def run(
     audit: an error, and nothing is written. `calibrate` forecasts the cost first, so that the
     result can say how far the forecast was off. `engine` makes the workers that run `jobs` trials
     at a time: this process and others like it, or those of a cluster (integrations.ray)."""
+    if plan.document.protocol is not None:
+        raise PlanError(
+            f"{plan.name} has a [protocol], which is many audits: run `leakgauge protocol`, or leave "
+            "the table out"
+        )
     torch.set_num_threads(plan.document.audit.threads)
     # Build the model once before anything is written: a wrong one is the user's to know now.
     start = begun(plan)
