@@ -161,6 +161,12 @@ def seed_of(document: Document) -> Document:
     return seed
 
 
+def as_run(document: Document) -> Document:
+    """The tables of an audit of this configuration: one client alone has no sum to hide in."""
+    alone = document.federation.clients == 1
+    return _federation(document, secure=None) if alone else document
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two values of a factor mean the same: a name is a table with that name alone."""
     return bool(_normal(one) == _normal(other))
@@ -179,9 +185,12 @@ def values(factor: Factor, document: Document, listed: tuple[Any, ...]) -> list[
 def words(factor: Factor, value: Any) -> str:
     """A value as a table shows it."""
     if factor.key == "rounds":
-        return "untrained" if value == 0 else f"after {value} rounds"
+        rounds = "1 round" if value == 1 else f"{value} rounds"
+        return f"after {rounds}" if value else "untrained"
     if factor.key == "grants":
         return ", ".join(sorted(value)) or "nothing"
+    if factor.key == "clients":
+        return "1, no sum" if value == 1 else str(value)
     if not isinstance(value, dict):
         return "no defence" if value == NO_DEFENCE else str(value)
     if factor.key == "init":

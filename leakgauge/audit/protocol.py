@@ -79,8 +79,9 @@ class Part:
 class Value:
     """What one value of a factor gave: the row of the strongest attack, every kind of leak, and
     whether records could be told apart by their number alone. `folder` is None if it was not
-    run."""
+    run. The factor stood at it before (`stands`), or stands at it from here on (`kept`)."""
 
+    value: object
     words: str
     folder: str | None
     row: Row | None
@@ -88,6 +89,7 @@ class Value:
     exposed: bool
     failed: int
     reason: str | None
+    stands: bool = False
     kept: bool = False
 
 
@@ -171,8 +173,7 @@ def derived(protocol: Protocol) -> Protocol:
     known, control = _known(protocol.parts), _control(protocol)
 
     def value(factor: Factor, one: Any, document: Document) -> Value:
-        part = _found(known, document)
-        return _value(factors.words(factor, one), part, protocol, control)
+        return _value(factor, one, _found(known, document), protocol, control)
 
     return replace(protocol, control=control, passes=_passes(protocol, value))
 
@@ -190,11 +191,15 @@ def _passed(plan: Document, mode: Mode, value: _Ask) -> Pass:
         if not listed:
             continue
         tried = factors.values(factor, now, listed)
-        found = [value(factor, one, factor.put(now, one)) for one in tried]
+        found = [
+            replace(
+                value(factor, one, factor.put(now, one)), stands=factors.same(one, factor.of(now))
+            )
+            for one in tried
+        ]
         if any(one.folder is None for one in found):
             return Pass(mode, (*steps, Step(factor.name, tuple(found))), finished=False)
-        stands = next(i for i, one in enumerate(tried) if factors.same(one, factor.of(now)))
-        kept = _hardest(found, stands)
+        kept = _hardest(found)
         now = factor.put(now, tried[kept])
         chosen = tuple(replace(one, kept=i == kept) for i, one in enumerate(found))
         steps.append(Step(factor.name, chosen))
@@ -221,26 +226,32 @@ def _key(document: Document, batch_norm: bool) -> _Key:
     return batch_norm, json_text(plain(one))
 
 
-def _hardest(found: Sequence[Value], stands: int) -> int:
+def _hardest(found: Sequence[Value]) -> int:
     """The value that leaks least; what stands wins a tie, and stays where nothing was measured. A
     crash is no safety: a value with failed trials is not kept."""
-    order = sorted(range(len(found)), key=lambda i: i != stands)
+    order = sorted(range(len(found)), key=lambda i: not found[i].stands)
     leaks = {
         i: min(row.measured.scores["psnr"].median, CAP)
         for i in order
         if (row := found[i].row) and row.measured and not found[i].failed
     }
-    return min(leaks, key=lambda i: leaks[i], default=stands)
+    return min(leaks, key=lambda i: leaks[i], default=order[0])
 
 
 def _value(
-    words: str, part: Part | None, protocol: Protocol, control: tuple[Control, ...]
+    factor: Factor,
+    one: Any,
+    part: Part | None,
+    protocol: Protocol,
+    control: tuple[Control, ...],
 ) -> Value:
+    value, words = plain(one), factors.words(factor, one)
     if part is None:
-        return Value(words, None, None, {}, False, 0, "not run")
+        return Value(value, words, None, None, {}, False, 0, "not run")
     trials = [trial for trial in part.trials if trial.kind == "trial"]
     rows = summarise(trials, protocol.plan.audit.limit, protocol.metrics)
     return Value(
+        value=value,
         words=words,
         folder=part.folder,
         row=_strongest(rows),
@@ -306,7 +317,8 @@ class Bench:
 
     def derived(self, document: Document) -> Plan:
         """The plan of one configuration. The records are read once for all of them."""
-        return parse(plain(document), self.plan.name, self.plan.folder, self._loaded)
+        table = plain(factors.as_run(document))
+        return parse(table, self.plan.name, self.plan.folder, self._loaded)
 
     def audited(self, document: Document) -> Document:
         """What is run of a configuration: the seed alone has the control, none has a ladder."""
@@ -423,9 +435,9 @@ class _Session:
 
     def run(self, protocol: Protocol) -> Protocol:
         def value(factor: Factor, one: Any, document: Document) -> Value:
-            said = factors.words(factor, one)
-            words = f"{document.federation.training.batch_norm}, {factor.name.lower()}: {said}"
-            return _value(said, self._part(document, words), protocol, ())
+            mode = document.federation.training.batch_norm
+            words = f"{mode}, {factor.name.lower()}: {factors.words(factor, one)}"
+            return _value(factor, one, self._part(document, words), protocol, ())
 
         first = factors.with_batch_norm(self._bench.seed, self._bench.modes[0])
         self._part(first, "seed configuration")  # with the control: without it nothing counts

@@ -62,8 +62,8 @@ def run(
     at a time: this process and others like it, or those of a cluster (integrations.ray)."""
     if plan.document.protocol is not None:
         raise PlanError(
-            f"{plan.name} has a [protocol], which is many audits: run `leakgauge protocol`, or leave "
-            "the table out"
+            f"{plan.name} has a [protocol], which is many audits: run `leakgauge protocol`, or "
+            "leave the table out"
         )
     torch.set_num_threads(plan.document.audit.threads)
     # Build the model once before anything is written: a wrong one is the user's to know now.
