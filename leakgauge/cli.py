@@ -328,21 +328,25 @@ def protocol_(
     checked = audits.read(plan)
     bench = protocols.Bench(checked)
     store = audits.Store(out or Path("leakgauge-protocol") / checked.name, "protocol.json")
-    with console.status("trying each model for a moment"):
-        expected = bench.outlook()
-    console.print(
-        f"at most {expected.audits} audits of {expected.trials} trials each, about "
-        f"{expected.low:.0f} to {expected.high:.0f} CPU seconds",
-        soft_wrap=True,
-    )
     with _progress() as progress:
-        whole = progress.add_task("audits", total=expected.audits, note="")
+        whole = progress.add_task("calibrating", total=None, note="trying each model for a moment")
+
+        begun: list[str] = []
+
+        def expect(told: protocols.Outlook) -> None:
+            progress.update(whole, description="audits", total=told.audits, note="")
+            progress.console.print(
+                f"at most {told.audits} audits of {told.trials} trials each, about "
+                f"{told.low:.0f} to {told.high:.0f} CPU seconds",
+                soft_wrap=True,
+            )
 
         def watch(words: str) -> audits.Watch:
             for task in progress.task_ids:
                 if task != whole:
                     progress.remove_task(task)
-            progress.update(whole, advance=1, description="audits", note=words)
+            progress.update(whole, completed=len(begun), note=words)
+            begun.append(words)
             return _watch(progress)
 
         found = protocols.run(
@@ -352,7 +356,7 @@ def protocol_(
             overwrite=overwrite,
             jobs=jobs,
             budget=limit or checked.budget,
-            expected=expected,
+            expect=expect,
             watch=watch,
         )
     console.print(terminal.protocol_tables(found))

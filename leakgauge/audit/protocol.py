@@ -383,11 +383,12 @@ def run(
     overwrite: bool = False,
     jobs: int | None = None,
     budget: float | None = None,
-    expected: Outlook | None = None,
+    expect: Callable[[Outlook], None] | None = None,
     watch: Callable[[str], Watch] = lambda words: Watch(),
 ) -> Protocol:
-    """Audit value by value, as far as `budget` seconds reach, and write protocol.json. `watch` is
-    told which value comes next, and gives what watches its audit."""
+    """Audit value by value, as far as `budget` seconds reach, and write protocol.json. `expect`, if
+    given, is told the forecast; `watch` is told which value comes next, and gives what watches its
+    audit."""
     plan = bench.plan
 
     def opened() -> None:
@@ -396,6 +397,9 @@ def run(
     opened()  # refused here, the folder is not even locked
     with store.locked():
         opened()  # another protocol may have ended in it meanwhile
+        expected = bench.outlook() if expect else None
+        if expect and expected:
+            expect(expected)
         store.begin()  # what the audits write below it belongs to this plan
         session = _Session(bench, store.out / "audits", jobs, budget, watch)
         protocol = session.run(_empty(bench))
