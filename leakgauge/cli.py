@@ -51,6 +51,7 @@ from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
 if TYPE_CHECKING:
     from leakgauge import audit as audits
+    from leakgauge.audit import protocol as protocols
     from leakgauge.audit.results import Result, Trial
 
 app = typer.Typer(
@@ -335,11 +336,7 @@ def protocol_(
 
         def expect(told: protocols.Outlook) -> None:
             progress.update(whole, description="audits", total=told.audits, note="")
-            progress.console.print(
-                f"at most {told.audits} audits of {told.trials} trials each, about "
-                f"{told.low:.0f} to {told.high:.0f} CPU seconds",
-                soft_wrap=True,
-            )
+            progress.console.print(_outlook(told), soft_wrap=True)
 
         def watch(words: str) -> audits.Watch:
             for task in progress.task_ids:
@@ -375,6 +372,13 @@ def protocol_(
     raise typer.Exit(130 if found.interrupted else found.exit_code)
 
 
+def _outlook(told: protocols.Outlook) -> str:
+    return (
+        f"at most {told.audits} audits of {told.trials} trials each, about {told.low:.0f} to "
+        f"{told.high:.0f} CPU seconds"
+    )
+
+
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("plan.toml"),
@@ -395,7 +399,8 @@ def check(
     """Check a plan, say which of its attacks apply and what an update shows before any of them,
     and forecast time and memory."""
     from leakgauge import audit as audits
-    from leakgauge.audit.public import told
+    from leakgauge.audit import protocol as protocols
+    from leakgauge.audit import public
     from leakgauge.audit.result import described
     from leakgauge.report import terminal
 
@@ -415,13 +420,16 @@ def check(
         )
         table.add_row(one.attack, escape(applies), *numbers)
     console.print(table)
-    if public := described(checked):
-        console.print(f"public records: {escape(told(public))}", soft_wrap=True)
+    if records := described(checked):
+        console.print(f"public records: {escape(public.told(records))}", soft_wrap=True)
     console.print(
         f"{found.trials} trials, about {found.cpu_seconds:.0f} CPU seconds "
         f"({found.low:.0f} to {found.high:.0f}) and {found.megabytes:.0f} MB",
         soft_wrap=True,
     )
+    if checked.document.protocol is not None:
+        told = protocols.Bench(checked).outlook()
+        console.print(f"[protocol], besides: {_outlook(told)}", soft_wrap=True, markup=False)
     for exposure in audits.exposures(checked):
         console.print(terminal.exposure_table(exposure))
     if all(one.reason for one in found.attacks):

@@ -128,6 +128,16 @@ def test_a_protocol_prints_its_table_and_says_where_its_reports_are(desk, call):
     assert call("protocol", "plan.toml", "--out", "out", "--overwrite").code == 0
 
 
+def test_a_check_of_a_protocol_counts_its_audits_and_tries_its_values(desk, call):
+    plan = desk / "plan.toml"
+    plan.write_text(varied())
+    assert "[protocol], besides: at most 2 audits of 1 trials each" in call("check", plan).out
+    plan.write_text(varied() + 'defence = ["prun"]\n')
+    got = call("check", plan)
+    assert got.code == 2
+    assert "protocol.defence[0]" in got.err
+
+
 def test_a_protocol_that_ran_out_of_time_is_no_success(desk, call):
     (desk / "plan.toml").write_text(varied())
     got = call("protocol", "plan.toml", "--out", "out", "--budget", "0.000001s")
