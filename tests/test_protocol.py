@@ -111,6 +111,20 @@ def test_the_value_that_leaks_least_is_kept_and_what_stands_wins_a_tie(whole):
     assert kept(found)["Heterogeneity"] == "iid"  # one record of a client is read whatever it is
 
 
+def test_above_fifty_decibels_what_stands_stays(whole):
+    found, _, _ = whole
+    value = found.passes[0].steps[0].values[0]
+
+    def at(psnr: float, stands: bool) -> protocol.Value:
+        scores = value.row.measured.scores
+        scores = scores | {"psnr": replace(scores["psnr"], median=psnr)}
+        row = replace(value.row, measured=replace(value.row.measured, scores=scores))
+        return replace(value, row=row, stands=stands)
+
+    assert protocol._hardest([at(60.0, False), at(120.0, True)]) == 1
+    assert protocol._hardest([at(40.0, False), at(120.0, True)]) == 0
+
+
 def test_each_factor_goes_on_from_what_was_kept(whole):
     found, folder, _ = whole
     final = found.passes[0].steps[-1].values
@@ -309,6 +323,25 @@ def test_an_interrupt_keeps_what_was_done(tmp_path):
     assert found.interrupted
     assert [step.factor for step in found.passes[0].steps] == ["Heterogeneity", "Initialisation"]
     assert not any(value.kept for value in found.passes[0].steps[1].values)
+
+
+def test_an_audit_that_was_cut_short_counts_as_not_run(tmp_path):
+    """Half of its trials would say something else than all of them."""
+
+    def interrupted(case) -> None:
+        if case.seed == 1:
+            raise KeyboardInterrupt
+
+    def watch(said: str) -> Watch:
+        return Watch() if said == "seed configuration" else Watch(begin=interrupted)
+
+    bench, store = Bench(plan_of({"batch_size": [1, 4]})), Store(tmp_path / "out", "protocol.json")
+    found = protocol.run(bench, store, watch=watch)
+    assert found.interrupted
+    assert [value.reason for value in found.passes[0].steps[0].values] == [None, "not run"]
+    again = protocol.run(bench, store, resume=True)
+    assert again.exit_code == 0
+    assert kept(again) == {"Batch size": "4"}
 
 
 def test_what_is_read_back_is_what_was_found(whole):
