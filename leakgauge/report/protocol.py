@@ -218,10 +218,13 @@ def _safe_from(ordered: Sequence[Value], kind: str) -> str:
     if kind not in last.leaks:
         return f"not measured at {count(_number(last), 'client')}."
     leak = last.leaks[kind].leak
+    told = "no number of clients that was tried was enough"
+    if leak.state != "leaks":
+        told = "not shown to be below the limit at the largest number that was tried"
+    chance = f", by chance {percent(leak.chance)}" if leak.chance else ""
     return (
-        f"no number of clients that was tried was enough; at {count(_number(last), 'client')} it "
-        f"is {percent(leak.share)} of {count(leak.records, 'record')}, by chance "
-        f"{percent(leak.chance)} ({contents.STATES[leak.state]})."
+        f"{told}; at {count(_number(last), 'client')} it is {percent(leak.share)} of "
+        f"{count(leak.records, 'record')}{chance} ({contents.STATES[leak.state]})."
     )
 
 
