@@ -306,6 +306,7 @@ def test_the_budget_ends_it_and_it_says_what_is_left(tmp_path):
     found = protocol.run(bench, store, budget=1e-9)
     assert found.unfinished
     assert found.exit_code == 4
+    assert not (tmp_path / "out" / "audits").exists()  # nothing was begun
     assert load(store.result) == found
     assert "not run" in words.text(found, "")
     assert "--resume continues" in words.page(found, "")
