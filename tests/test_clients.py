@@ -124,6 +124,9 @@ def test_the_number_is_that_from_which_all_larger_ones_are_below(found):
     assert told[0].startswith("Pictures recovered: below the limit of 10\N{NO-BREAK SPACE}% from 4")
     assert "on 40 records" in told[0]
     assert "at most 7\N{NO-BREAK SPACE}%" in told[0]
+    assert "told apart" not in told[0]
+    told = at(found, {2: "leaks", 4: "below"}, exposed=(2, 4))
+    assert "can still be told apart exactly, so another attack may do better" in told[0]
     told = at(found, {2: "below", 4: "leaks", 8: "below"})
     assert "from 8 clients on" in told[0]
 

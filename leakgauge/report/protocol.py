@@ -212,7 +212,7 @@ def _safe_from(ordered: Sequence[Value], kind: str) -> str:
         return (
             f"below the limit of {percent(leak.limit)} from {count(_number(safe), 'client')} on "
             f"(there at most {percent(leak.interval[1])} by the 95{SPACE}% interval, on "
-            f"{count(leak.records, 'record')})."
+            f"{count(leak.records, 'record')}){_still(safe)}."
         )
     last = ordered[-1]
     if kind not in last.leaks:
@@ -226,6 +226,11 @@ def _safe_from(ordered: Sequence[Value], kind: str) -> str:
         f"{told}; at {count(_number(last), 'client')} it is {percent(leak.share)} of "
         f"{count(leak.records, 'record')}{chance} ({contents.STATES[leak.state]})."
     )
+
+
+def _still(value: Value) -> str:
+    told = "; its records can still be told apart exactly, so another attack may do better"
+    return told if value.exposed else ""
 
 
 def _number(value: Value) -> int:
