@@ -88,6 +88,14 @@ def test_more_clients_than_there_are_records_for_is_said(tmp_path):
     assert "holds 11" in many.reason  # of 1797 records
 
 
+def test_what_no_attack_showed_on_the_twin_is_not_below(found):
+    """Three iterations break nothing, so that nothing was recovered says nothing."""
+    assert not found.control[0].passed
+    for value in values(found):
+        assert value.leaks["pictures"].leak.state == "no control"
+    assert found.exit_code == 4
+
+
 # From which number on.
 
 

@@ -301,6 +301,16 @@ def test_a_killed_protocol_goes_on_and_ends_as_if_it_had_not_been(whole, tmp_pat
         protocol.run(bench, store)
 
 
+def test_overwriting_leaves_nothing_of_what_was_there(tmp_path):
+    played(tmp_path / "out", {"batch_size": [1, 2]})
+    before = {path.name for path in (tmp_path / "out" / "audits").iterdir()}
+    store = Store(tmp_path / "out", "protocol.json")
+    other = protocol.run(Bench(plan_of({"batch_size": [1, 4]})), store, overwrite=True)
+    after = {path.name for path in (tmp_path / "out" / "audits").iterdir()}
+    assert after == {part.folder for part in other.parts}
+    assert before - after
+
+
 def test_the_budget_ends_it_and_it_says_what_is_left(tmp_path):
     bench, store = Bench(plan_of(ALL)), Store(tmp_path / "out", "protocol.json")
     found = protocol.run(bench, store, budget=1e-9)
