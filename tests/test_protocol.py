@@ -485,6 +485,16 @@ def test_texts_are_escaped(whole):
     assert "<b>" not in words.text(bad, "")
 
 
+def test_the_headline_says_from_where_to_where_the_leak_fell(whole):
+    found, _, _ = whole
+    (line,) = words.headlines(found)
+    seed, last = line.split("; with the hardest value of 8 factors, ")
+    assert "over 50 dB, risk very high, and 100\N{NO-BREAK SPACE}% of the records" in seed
+    final = next(value for value in found.passes[0].steps[-1].values if value.kept)
+    assert f"a median of {median(final):.1f} dB" in last
+    assert "no more than a mean picture" in last
+
+
 def test_what_was_not_varied_is_said(tmp_path):
     found = played(tmp_path / "out", {"batch_size": [1, 2]})
     told = words.not_varied(found)

@@ -62,14 +62,17 @@ def _last(one: Pass) -> Value:
 def _reached(value: Value) -> str:
     numbers = _measured(value)
     if not numbers:
-        return "nothing that could be measured,"
+        return "nothing that could be measured"
     psnr, base = contents.psnr(numbers), contents.baseline(numbers)
     told = f"a median of {capped(psnr.median)}"
     if psnr.median <= CAP:
         told += f" ({_interval(psnr)})"
     if contents.above_baseline(numbers):
-        return f"{told}, risk {numbers.risk},"
-    return f"{told}, no more than a mean picture ({capped(base)}),"
+        told += f", risk {numbers.risk}"
+    else:
+        told += f", no more than a mean picture ({capped(base)})"
+    found = percent(numbers.scores["identified"].mean)
+    return f"{told}, and {found} of the records were recognised"
 
 
 def _interval(spread: Spread) -> str:
@@ -86,8 +89,8 @@ def headlines(found: Protocol) -> list[str]:
         name, varied = mode(found, one), count(len(one.steps), "factor")
         after = f"with the hardest value of {varied}" if one.finished else "where it was stopped"
         lines.append(
-            f"{name[:1].upper()}{name[1:]}: the strongest attack reached {_reached(_seed(one))} in "
-            f"the seed configuration, and {_reached(_last(one))} {after}."
+            f"{name[:1].upper()}{name[1:]}: in the seed configuration the strongest attack reached "
+            f"{_reached(_seed(one))}; {after}, {_reached(_last(one))}."
         )
     return lines
 
