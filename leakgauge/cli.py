@@ -53,6 +53,7 @@ from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 if TYPE_CHECKING:
     from leakgauge import audit as audits
     from leakgauge.audit import Plan
+    from leakgauge.audit import protocol as protocols
     from leakgauge.audit.bench import Bench
     from leakgauge.audit.cases import Work
     from leakgauge.audit.engine import Engine
@@ -378,6 +379,95 @@ def _watch(progress: Progress) -> audits.Watch:
     return audits.Watch(expect, begin, step, end, say, calibrate)
 
 
+@app.command("protocol")
+def protocol_(
+    plan: Annotated[Path, typer.Argument(help="A plan (TOML) with a table [protocol].")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result (default: leakgauge-protocol/NAME).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the protocol in that folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the protocol in that folder.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Trials at a time (default: 1).", show_default=False),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Start no trial beyond this time: 90s, 10m, 2h (default: the plan's)."),
+    ] = None,
+) -> None:
+    """Audit one factor of PLAN at a time, keeping the value that leaks least.
+
+    Factors: heterogeneity, initialisation, architecture, stage, batch size, local steps, knowledge,
+    defence, and the clients behind a secure sum. Exit codes: 0 it ended, 2 the plan is wrong, 3 a
+    trial failed, 4 part was not run or no attack broke the known-weak twin, 130 interrupted.
+    """
+    from leakgauge import audit as audits
+    from leakgauge import report
+    from leakgauge.audit import protocol as protocols
+    from leakgauge.audit.document import duration
+    from leakgauge.report import terminal
+
+    if resume and overwrite:
+        raise PlanError("give either --resume or --overwrite")
+    limit = duration(budget, "--budget") if budget else None
+    checked = audits.read(plan)
+    bench = protocols.Bench(checked)
+    store = audits.Store(out or Path("leakgauge-protocol") / checked.name, "protocol.json")
+    with _progress() as progress:
+        whole = progress.add_task("calibrating", total=None, note="trying each model for a moment")
+
+        begun: list[str] = []
+
+        def expect(told: protocols.Outlook) -> None:
+            progress.update(whole, description="audits", total=told.audits, note="")
+            progress.console.print(_outlook(told), soft_wrap=True)
+
+        def watch(words: str) -> audits.Watch:
+            for task in progress.task_ids:
+                if task != whole:
+                    progress.remove_task(task)
+            progress.update(whole, completed=len(begun), note=words)
+            begun.append(words)
+            return _watch(progress)
+
+        found = protocols.run(
+            bench,
+            store,
+            resume=resume,
+            overwrite=overwrite,
+            jobs=jobs,
+            budget=limit or checked.budget,
+            expect=expect,
+            watch=watch,
+        )
+    console.print(terminal.protocol_tables(found))
+    words = report.protocol
+    said = [*words.headlines(found), words.rests_on(found), words.control(found)]
+    said += [f"{name}. {line}" for name, told in words.clients(found) for line in told]
+    for line in (*said, words.not_varied(found)):
+        console.print(escape(line), soft_wrap=True)
+    for path in words.write(store.out):
+        console.print(f"report    {escape(str(path))}", soft_wrap=True)
+    console.print(f"result    {escape(str(store.result))}", soft_wrap=True)
+    if found.unfinished:
+        errors.print("part of it was not run: the same command with --resume continues")
+    if found.failed:
+        errors.print(f"[bold red]error:[/] {found.failed} trials failed: --resume tries them again")
+    raise typer.Exit(130 if found.interrupted else found.exit_code)
+
+
+def _outlook(told: protocols.Outlook) -> str:
+    return (
+        f"at most {told.audits} audits of {told.trials} trials each, about {told.low:.0f} to "
+        f"{told.high:.0f} CPU seconds"
+    )
+
+
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("plan.toml"),
@@ -398,10 +488,11 @@ def check(
     """Check a plan, say which of its attacks apply and what an update shows before any of them,
     and forecast time and memory."""
     from leakgauge import audit as audits
+    from leakgauge.audit import protocol as protocols
+    from leakgauge.audit import public
     from leakgauge.audit.cases import trainings
     from leakgauge.audit.exposed import begun
     from leakgauge.audit.privacy import guarantees
-    from leakgauge.audit.public import told
     from leakgauge.audit.result import described
     from leakgauge.report import contents, terminal
 
@@ -422,8 +513,8 @@ def check(
         )
         table.add_row(one.attack, escape(applies), *numbers)
     console.print(table)
-    if public := described(checked):
-        console.print(f"public records: {escape(told(public))}", soft_wrap=True)
+    if records := described(checked):
+        console.print(f"public records: {escape(public.told(records))}", soft_wrap=True)
     also = f" and {found.trainings} trainings" if found.trainings else ""
     console.print(
         f"{found.trials} trials{also}, about {found.cpu_seconds:.0f} CPU seconds "
@@ -439,6 +530,9 @@ def check(
             soft_wrap=True,
             markup=False,
         )
+    if checked.document.protocol is not None:
+        told = protocols.Bench(checked).outlook()
+        console.print(f"[protocol], besides: {_outlook(told)}", soft_wrap=True, markup=False)
     for exposure in audits.exposures(checked, start):
         console.print(terminal.exposure_table(exposure))
     if all(one.reason for one in found.attacks):

@@ -100,6 +100,66 @@ def table_row(text, attack):
     return next(line for line in text.splitlines() if line.strip().startswith(attack))
 
 
+# Protocols.
+
+VARIED = "[protocol]\nbatch_size = [1, 8]\n"
+
+
+def varied():
+    """A plan with a protocol, whose limits a control can break."""
+    return tiny(more=VARIED).replace("limit = { share = 1.0, found = 1.0, labels = 1.0 }", "")
+
+
+def test_a_protocol_prints_its_table_and_says_where_its_reports_are(desk, call):
+    (desk / "plan.toml").write_text(varied())
+    got = call("protocol", "plan.toml", "--out", "out")
+    assert got.code == 0, got.err
+    assert max(map(cell_len, got.out.partition("› kept")[0].splitlines())) <= 80
+    assert "at most 2 audits of 1 trials each" in got.out
+    assert re.search(r"Batch size\s+1 +over 50 dB .*\s+› 8 ", got.out)
+    for name in ("protocol.json", "protocol.html", "protocol.md"):
+        assert f"out/{name}" in got.out
+        assert (desk / "out" / name).exists()
+    before = (desk / "out" / "protocol.html").read_text()
+    again = call("protocol", "plan.toml", "--out", "out", "--resume")
+    assert again.code == 0
+    sums = re.compile("<dd>.*?</dd>")  # of the file and its times
+    assert sums.sub("", (desk / "out" / "protocol.html").read_text()) == sums.sub("", before)
+    assert call("protocol", "plan.toml", "--out", "out", "--overwrite").code == 0
+
+
+def test_a_check_of_a_protocol_counts_its_audits_and_tries_its_values(desk, call):
+    plan = desk / "plan.toml"
+    plan.write_text(varied())
+    assert "[protocol], besides: at most 2 audits of 1 trials each" in call("check", plan).out
+    plan.write_text(varied() + 'defence = ["prun"]\n')
+    got = call("check", plan)
+    assert got.code == 2
+    assert "protocol.defence[0]" in got.err
+
+
+def test_a_protocol_that_ran_out_of_time_is_no_success(desk, call):
+    (desk / "plan.toml").write_text(varied())
+    got = call("protocol", "plan.toml", "--out", "out", "--budget", "0.000001s")
+    assert got.code == 4
+    assert "--resume continues" in got.err
+    assert call("protocol", "plan.toml", "--out", "out", "--resume").code == 0
+
+
+def test_a_wrong_protocol_is_refused(desk, refused):
+    plan = desk / "plan.toml"
+    plan.write_text(tiny())
+    refused("protocol", plan, words=r"has no \[protocol\]")
+    plan.write_text(tiny(more="[protocol]\nbatchsize = [1]"))
+    refused("protocol", plan, words="did you mean 'batch_size'")
+    plan.write_text(tiny(more=VARIED))
+    refused("audit", plan, words="run `leakgauge protocol`")
+    refused("protocol", plan, "--resume", "--overwrite", words="either --resume or --overwrite")
+    (desk / "full").mkdir()
+    (desk / "full" / "file").write_text("")
+    refused("protocol", plan, "--out", "full", words="is not empty and holds no audit")
+
+
 # Audits that run.
 
 
@@ -512,6 +572,7 @@ def test_an_unknown_name_is_refused(refused):
     [
         ([], ["audit", "list", "data", "--version"]),
         (["audit"], ["PLAN", "TOML", "--demo", "--out", "--resume", "--overwrite", "trust"]),
+        (["protocol"], ["PLAN", "--out", "--resume", "--overwrite", "--jobs", "--budget", "weak"]),
         (["list"], ["attacks", "defences", "partitions", "initialisations", "detectors"]),
         (["data", "fetch"], ["cifar10", "fashion-mnist", "--into", "--source", "LEAKGAUGE_DATA"]),
     ],

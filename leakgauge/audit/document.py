@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from leakgauge.config import toml
@@ -17,7 +17,7 @@ from leakgauge.fl.aggregate import Weighting
 from leakgauge.outside import unused
 from leakgauge.ranges import Range, count, option
 from leakgauge.records import AS_THEY_ARE, Scale
-from leakgauge.types import LocalTraining, SecureSum, ThreatModel
+from leakgauge.types import Knowledge, LocalTraining, SecureSum, ThreatModel
 
 Table = dict[str, Any]
 NO_DEFENCE = "none"
@@ -164,8 +164,43 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Varied:
+    """The values that a protocol tries, by factor; a factor without values stays as the plan has
+    it. `init` takes `{ checkpoint = "…" }` too. `clients` are those behind one secure sum.
+    `batch_norm` lists the modes that are gone through, each by itself."""
+
+    partition: tuple[str | Table, ...] = ()
+    init: tuple[str | Table, ...] = ()
+    model: tuple[str | Table, ...] = ()
+    rounds: tuple[int, ...] = ()
+    batch_size: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    grants: tuple[frozenset[Knowledge], ...] = ()
+    defence: tuple[str | Table, ...] = ()
+    clients: tuple[int, ...] = ()
+    batch_norm: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+
+    def __post_init__(self) -> None:
+        tried = {one.name: getattr(self, one.name) for one in fields(self)}
+        if not any(values for key, values in tried.items() if key != "batch_norm"):
+            keys = ", ".join(key for key in tried if key != "batch_norm")
+            raise ValueError(f"lists no values to try: give a list for one of {keys}")
+        if not self.batch_norm:
+            raise ValueError('batch_norm lists no mode: expected "train", "eval" or both')
+        for key, values in tried.items():
+            if any(value in values[:i] for i, value in enumerate(values)):
+                raise ValueError(f"{key} lists a value twice: {list(values)}")
+        for i, value in enumerate(self.init):
+            if isinstance(value, dict) and set(value) != {"checkpoint"}:
+                raise ValueError(
+                    f'init[{i}]: expected a name or {{ checkpoint = "…" }}, got {value}'
+                )
+
+
+@dataclass(frozen=True)
 class Document:
-    """The tables of the file, as they are written."""
+    """The tables of the file, as they are written. With `protocol`, the others are the
+    configuration that it starts from."""
 
     federation: Federation
     attack: tuple[Table, ...]
@@ -173,6 +208,7 @@ class Document:
     defence: tuple[Table, ...] = ({"name": NO_DEFENCE},)
     audit: Measure = field(default_factory=Measure)
     tradeoff: Comparison | None = None
+    protocol: Varied | None = None
 
     def __post_init__(self) -> None:
         if not self.defence:

@@ -198,8 +198,9 @@ def read(path: Path) -> Plan:
     return parse(table, name, path.resolve().parent)
 
 
-def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
-    """The plan of a table; `folder` is where its relative paths start."""
+def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | None = None) -> Plan:
+    """The plan of a table; `folder` is where its relative paths start. `loaded` are the records of
+    `federation.data`, where they were read before."""
     for key in ("attack", "defence"):
         if isinstance(table.get(key), Mapping):
             raise PlanError(f"{name}: write [[{key}]] with two brackets, there may be several")
@@ -243,7 +244,10 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
     known = {**DEFENCES, CHAIN: Chain, NO_DEFENCE: None}
     defences, _, others = _each("defence", known, document.defence, folder)
     where = "federation.data"
-    records = captured.records(*rounds[0]) if rounds else _load(federation.data, folder, where)
+    if rounds:
+        records = captured.records(*rounds[0])
+    else:
+        records = _load(federation.data, folder, where) if loaded is None else loaded
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
     held_out = None
     if document.tradeoff:
@@ -282,6 +286,11 @@ def parse(table: Mapping[str, Any], name: str, folder: Path) -> Plan:
         plan = replace(plan, held_out=comparison.unknown(held_out, plan.public))
     check_secure(plan.scenario(federation.rounds[0], next(iter(plan.defences))))
     return plan
+
+
+def load_data(plan: Plan) -> Dataset:
+    """All records that a plan names, before public ones are set aside."""
+    return _load(plan.document.federation.data, plan.folder, "federation.data")
 
 
 def _path(folder: Path, path: str) -> Path:

@@ -64,6 +64,11 @@ def run(
     at a time: this process and others like it, or those of a cluster (integrations.ray). With
     `tradeoff` the federation is also trained under each defence of the plan, whose [tradeoff] says
     how long."""
+    if plan.document.protocol is not None:
+        raise PlanError(
+            f"{plan.name} has a [protocol], which is many audits: run `leakgauge protocol`, or "
+            "leave the table out"
+        )
     if tradeoff and plan.document.tradeoff is None:
         raise PlanError(
             f"{plan.name} has no table [tradeoff]: add one that says how many rounds the "

@@ -27,7 +27,8 @@ from leakgauge.errors import InputError, PlanError
 from leakgauge.files import read_plain
 from leakgauge.metrics import METRICS
 
-T = TypeVar("T", Trial, Trained)
+T = TypeVar("T")
+One = TypeVar("One", Trial, Trained)
 SCHEMA = 5
 UNTESTED = 5  # the first schema in which a defence that no attacker knows is untested
 DOUBTED: tuple[Outcome, Outcome] = ("below the limit", "inconclusive")
@@ -66,21 +67,26 @@ class _Told:
 
 def load(path: Path) -> Result:
     """The result in a file, at the current version; refused in words if it is not one."""
+    return read(path, check, "result", "audit")
+
+
+def read(path: Path, check: Callable[[Any], T], what: str, run: str) -> T:
+    """What `check` makes of a JSON file, WHAT.json, which a RUN writes."""
     try:
         return check(json.loads(read_plain(path).decode(), parse_constant=_no_constant))
     except FileNotFoundError:
-        raise InputError(f"no result at {path}: give the path of a result.json") from None
+        raise InputError(f"no {what} at {path}: give the path of a {what}.json") from None
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder: give the path of the result.json in it") from None
+        raise InputError(f"{path} is a folder: give the path of the {what}.json in it") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
-        raise InputError(f"{path}: nested too deeply to be a result of an audit") from None
+        raise InputError(f"{path}: nested too deeply to be a {what}") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
         raise InputError(
-            f"{path} is not valid JSON ({error}): it was cut short or edited; finish the audit "
+            f"{path} is not valid JSON ({error}): it was cut short or edited; finish the {run} "
             "with --resume to write it again"
         ) from error
 
@@ -103,7 +109,7 @@ def check_trained(value: Any, id_: str) -> Trained:
     return _alone(Trained, value, "trained", id_)
 
 
-def _alone(kind: type[T], value: Any, where: str, id_: str) -> T:
+def _alone(kind: type[One], value: Any, where: str, id_: str) -> One:
     _printable(value, where)
     try:
         found = build(kind, value, where, lenient=True)

@@ -40,13 +40,13 @@ LOCK = ".lock"
 
 
 class Store:
-    """The folder of one audit."""
+    """The folder of one audit, or of a protocol, whose audits lie below it."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, result: str = "result.json"):
         self.out = out
         self._fingerprint = ""  # of the plan whose trials these are
         self.prepared = out / "prepared"
-        self.result = out / "result.json"
+        self.result = out / result
         self._marker = out / "plan.json"
         self._content: Table | None = None  # of the marker, until it is written
         self._replace = False
@@ -80,7 +80,7 @@ class Store:
     def begin(self) -> None:
         """Make the folder ready, once."""
         if self._replace:
-            for part in ("trials", "trained", "images", "prepared"):
+            for part in ("trials", "trained", "images", "prepared", "audits"):
                 shutil.rmtree(self.out / part, ignore_errors=True)
             self.result.unlink(missing_ok=True)
             self._replace = False

@@ -175,6 +175,12 @@ def judge(result: Result) -> Verdict:
     )
 
 
+def decided(summary: Iterable[Row], control: Iterable[Control]) -> dict[str, Decided]:
+    """Each kind of leak with the row that decides it, after a control that may be another audit's:
+    what no attack showed on the twin is not below its limit."""
+    return _kinds(_judged(summary), {kind for entry in control for kind in entry.breaks})
+
+
 def _judged(rows: Iterable[Row]) -> list[tuple[Row, Measured]]:
     """The rows that a verdict rests on: an attacker who is told truths decides nothing."""
     scored = [(row, row.measured) for row in rows if row.measured]

@@ -1,7 +1,7 @@
 """Reports of an audit: pure functions of its result and of the pictures in its folder.
 
 `first_screen` and `contents` hold the words and numbers, `html`, `markdown` and `pdf` give them a
-form, `diff` compares two results.
+form, `diff` compares two results. `protocol` reports a protocol.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from leakgauge.audit import schema
 from leakgauge.files import write_atomic
-from leakgauge.report import diff, html, markdown, pdf
+from leakgauge.report import diff, html, markdown, pdf, protocol
 from leakgauge.report.contents import Images
 
-__all__ = ["Images", "diff", "html", "markdown", "pdf", "write"]
+__all__ = ["Images", "diff", "html", "markdown", "pdf", "protocol", "write"]
 
 
 def write(folder: Path, images: Images = "blur", *, with_pdf: bool = False) -> list[Path]:

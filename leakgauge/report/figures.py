@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from markupsafe import Markup, escape
@@ -19,6 +20,8 @@ from leakgauge.audit.advice import CAP
 from leakgauge.audit.results import Spread
 
 HEIGHT = 34
+TALL = 150  # of a figure whose values stand side by side
+MARGIN = 0.07  # of its width, for the numbers of its axis
 MOST_DOTS = 150  # of one strip
 GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples spread dots evenly whatever their number
 Shape: TypeAlias = Literal["line", "rect", "dot", "diamond", "bubble", "ring", "text"]
@@ -126,6 +129,46 @@ def meter(value: float, marks: Sequence[float], axis: Axis = SHARES) -> list[Mar
     return [*_grid(axis), filled, *places]
 
 
+@dataclass(frozen=True)
+class Point:
+    """A median with its interval, and what a mean image has."""
+
+    value: float
+    interval: tuple[float, float]
+    base: float
+    kept: bool = False
+
+
+def columns(
+    points: Sequence[Point | None], limit: float | None, axis: Axis, *, joined: bool
+) -> list[Mark]:
+    """Values side by side, the axis upright; `joined` where they are numbers in order. A place
+    stays empty for what was not measured."""
+
+    def x(i: float) -> float:
+        return MARGIN + (1 - MARGIN) * i / len(points)
+
+    def y(value: float) -> float:
+        return 6 + (TALL - 12) * (1 - axis.place(value))
+
+    marks = [Mark("line", "grid", MARGIN, y(tick), 1.0, y(tick)) for tick in axis.ticks]
+    if limit is not None and axis.low <= limit <= axis.high:
+        marks.append(Mark("line", "limit", MARGIN, y(limit), 1.0, y(limit)))
+    known = [(i, point) for i, point in enumerate(points) if point]
+    for i, point in known:
+        marks.append(Mark("line", "baseline", x(i), y(point.base), x(i + 1), y(point.base)))
+    for (i, one), (j, other) in pairwise(known):
+        if joined:
+            ends = x(i + 0.5), y(one.value), x(j + 0.5), y(other.value)
+            marks.append(Mark("line", "curve", *ends))
+    for i, point in known:
+        low, high = point.interval
+        marks.append(Mark("line", "interval", x(i + 0.5), y(low), x(i + 0.5), y(high)))
+        kind = "point kept" if point.kept else "point"
+        marks.append(Mark("dot", kind, x(i + 0.5), y(point.value)))
+    return marks
+
+
 def ticks(axis: Axis) -> list[Tick]:
     """The numbers below a column of figures; shares are given in per cent."""
     found = []
@@ -172,6 +215,16 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 def svg(marks: Sequence[Mark], height: int = HEIGHT) -> Markup:
     return _figure("figure", height, [_drawn(mark) for mark in marks])
+
+
+def upright(marks: Sequence[Mark], axis: Axis) -> Markup:
+    """A figure of `columns`, with the numbers of its axis at the left."""
+    places = [6 + (TALL - 12) * (1 - tick.x) + 4 for tick in ticks(axis)]
+    numbers = [
+        f'<text x="0" y="{place:.1f}">{tick.text}</text>'
+        for place, tick in zip(places, ticks(axis), strict=True)
+    ]
+    return _figure("figure", TALL, [*numbers, *(_drawn(mark) for mark in marks)])
 
 
 def scale(axis: Axis) -> Markup:

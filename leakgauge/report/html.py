@@ -16,7 +16,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from leakgauge.audit.advice import defended
@@ -42,12 +42,11 @@ RISK_PIPS = {"low": 1, "medium": 2, "high": 3, "very high": 4}
 def render(result: Result, folder: Path, images: Images = "blur") -> str:
     """The page for a result whose result.json and pictures are in `folder`."""
     contents.check_images(images)
-    style, script = _inline("page.css"), _inline("page.js")
+    style, script = inline("page.css"), inline("page.js")
     shown, left_out = pictures.embedded(result, folder, images)
     worst = pictures.worst(result)
-    return _template().render(
-        policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; "
-        f"script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'",
+    return template("page.html").render(
+        policy=policy(style, script),
         style=style,
         script=script,
         pips=RISK_PIPS,
@@ -106,8 +105,9 @@ def _places(shown: list[Shown], key: Callable[[Pair], tuple[str, int | str]]) ->
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
     environment = Environment(
+        loader=FunctionLoader(_read),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -115,7 +115,7 @@ def _template() -> Template:
         finalize=_finalize,
     )
     environment.filters["code"] = _code
-    return environment.from_string(_read("page.html"))
+    return environment.get_template(name)
 
 
 def _code(text: str) -> Markup:
@@ -140,9 +140,18 @@ def _read(name: str) -> str:
 
 
 @cache
-def _inline(name: str) -> Markup:
+def inline(name: str) -> Markup:
     """A file of this package, which is ours and needs no escaping."""
     return Markup(_read(name))
+
+
+def policy(style: str, script: str | None = None) -> str:
+    """What a page may do: nothing but this style sheet, this script and pictures within it."""
+    allowed = f"'{_hash(script)}'" if script else "'none'"
+    return (
+        f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; "
+        f"script-src {allowed}; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _hash(text: str) -> str:

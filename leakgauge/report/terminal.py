@@ -13,9 +13,10 @@ from rich.text import Text
 
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.advice import exposed, way_out
+from leakgauge.audit.protocol import Protocol
 from leakgauge.audit.results import Measured, Result, Row, Tradeoff
 from leakgauge.audit.verdict import tested
-from leakgauge.report import contents, first_screen, protection, wording
+from leakgauge.report import contents, first_screen, protection, protocol, wording
 
 
 def summary_table(result: Result) -> Group:
@@ -119,6 +120,26 @@ def _cells(row: Row, found: Measured | None) -> list[str]:
         f"{labels.accuracy:.0%} ({labels.random:.0%})" if labels else "–",
         found.risk if contents.above_baseline(found) else "–",
     ]
+
+
+def protocol_tables(found: Protocol) -> Group:
+    """A table for each mode of batch norm: a line per value, the kept ones marked."""
+    tables = []
+    for one in found.passes:
+        table = Table(title=escape(protocol.mode(found, one)), box=box.SIMPLE_HEAD, padding=0)
+        table.add_column("factor and value", overflow="fold")
+        for name in ("PSNR dB", "baseline", "found", "labels", "risk"):
+            table.add_column(name, justify="right", no_wrap=True)
+        factor = None
+        for line in protocol.table(one):
+            if line.factor != factor:
+                factor = line.factor
+                table.add_row(f"[bold]{escape(factor)}[/]")
+            mark = "[bold]›[/] " if line.kept else "  "
+            cells = line.median, line.base, line.found, line.labels, line.risk or "–"
+            table.add_row(mark + escape(line.value), *cells)
+        tables.append(table)
+    return Group(*tables, Text("› kept for the factors that follow", "table.caption"))
 
 
 def verdict(result: Result) -> list[str]:
