@@ -382,6 +382,11 @@ def _finding(result: Result, row: Row) -> Finding:
     )
 
 
+def unknown(row: Row) -> str:
+    """The mark of an attack that does not know the defence."""
+    return "" if not row.measured or tested(row, row.measured) else f" ({UNTESTED})"
+
+
 def knows(row: Row, found: Measured) -> str:
     """What the attacker of a row makes of knowing the defence."""
     if row.defence == NO_DEFENCE:

@@ -294,7 +294,7 @@ def _line(factor: str, value: Value) -> Line:
         found=percent(numbers.scores["identified"].mean),
         labels=percent(read.accuracy) if read else NOTHING,
         risk=numbers.risk if contents.above_baseline(numbers) else None,
-        attack=value.row.attack,
+        attack=value.row.attack + contents.unknown(value.row),
         realism=numbers.realism,
         state=state,
     )

@@ -71,13 +71,8 @@ def _table(
             after = f"round {row.round}, " if contents.several_rounds(result) else ""
             table.add_section()
             table.add_row(f"[bold]{after}{escape(contents.named(row.defence))}[/]")
-        table.add_row(f"  {escape(row.attack)}{_untested(row)}", *cells)
+        table.add_row(f"  {escape(row.attack)}{contents.unknown(row)}", *cells)
     return table
-
-
-def _untested(row: Row) -> str:
-    """The mark of an attack that does not know the defence."""
-    return "" if not row.measured or tested(row, row.measured) else f" ({contents.UNTESTED})"
 
 
 def tradeoff_table(result: Result, given: Tradeoff) -> Table:
