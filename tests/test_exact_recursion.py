@@ -25,6 +25,7 @@ from leakgauge.attacks._separation import (
 )
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Read
+from leakgauge.data import load
 from leakgauge.data.photos import photos
 from leakgauge.defences import ClipAndNoise, Prune
 from leakgauge.errors import InputError, NotApplicable, Withheld
@@ -158,6 +159,18 @@ def test_a_residual_network_gives_up_its_image(seed: int) -> None:
     assert min(scores(guess.inputs, truth.inputs)) > 60
     assert guess.residual < 1e-2
     assert guess.facts["separated_at"] == "layer4.0.conv2"
+
+
+def test_a_layer_with_one_window_per_record_is_read() -> None:
+    """Pictures of 8 × 8 leave a single position at the end of a residual network."""
+    digits = load("digits")
+    model = models.make("resnet-10", shape=(1, 8, 8), classes=10, width=0.25, rng=seeded())
+    training = LocalTraining(batch_size=2, batch_norm="eval", lr=0.05)
+    round_ = simulate(Scenario(lambda: model, digits, training), seeded())
+    guess = ExactRecursion().reconstruct(observe(round_, ThreatModel()), seeded())
+    assert guess.labels is not None
+    assert sorted(guess.labels.tolist()) == sorted(round_.truths[0].labels.tolist())
+    assert guess.facts["separation_misfit"] < 1e-5
 
 
 def test_a_sigmoid_network_gives_up_a_single_image() -> None:

@@ -753,7 +753,8 @@ def common_maps(
     kept = len(free)
     normal = (agree @ gram).view(kept, kept, rank, rank).transpose(1, 2).reshape(kept * rank, -1)
     values, vectors = smallest(normal.numpy(), records + 1)
-    if max(values[records - 1], 1e-9) > GAP * values[records]:
+    # A single window per record has no other to agree with: everything in its span is a map.
+    if len(values) > records and max(values[records - 1], 1e-9) > GAP * values[records]:
         raise NotApplicable(
             f"the overlap of its windows does not single out {records} maps (eigenvalues "
             f"{values[records - 1]:.1e} and then {values[records]:.1e}): it has none, or noise "
