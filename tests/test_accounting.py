@@ -37,7 +37,7 @@ from leakgauge.defences.clip_and_noise import gaussian_sigma
 from leakgauge.errors import InputError, MissingExtra
 
 
-def shown(one: object) -> str:
+def title(one: object) -> str:
     """The name of a case: the same in every process, so without the place of an object."""
     return re.sub(r" object at 0x[0-9a-f]+", "", str(one))[:60]
 
@@ -195,7 +195,7 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize(("defence", "words"), SENTENCES, ids=shown)
+@pytest.mark.parametrize(("defence", "words"), SENTENCES, ids=title)
 def test_where_nothing_is_promised_one_sentence_says_why(defence, words):
     for by in get_args(Accountant):
         found = spent(defence, rounds=50, accountant=by)
@@ -234,7 +234,7 @@ def test_the_noise_of_the_papers_counts_where_its_formula_holds():
         (DpSgd(), ClipAndNoise(1.0)),
         (ClipAndNoise(1e4, calibration="papers"), ClipAndNoise(1.0)),
     ],
-    ids=shown,
+    ids=title,
 )
 def test_what_comes_after_the_noise_takes_nothing_of_it_away(chain):
     alone = counted(ClipAndNoise(1.0), rounds=4)
@@ -261,7 +261,7 @@ def test_so_it_is_for_records(first):
         ((Told(), ClipAndNoise()), "What Told does with the records is not known"),
         ((ClipAndNoise(1e3, calibration="papers"), Prune()), "a noise scale"),
     ],
-    ids=shown,
+    ids=title,
 )
 def test_what_undoes_the_promise_is_named(chain, words):
     found = spent(Chain(chain), rounds=4)
