@@ -113,7 +113,8 @@ class Bench:
         attack = self.plan.attacks[case.attack]
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
-        alone = case.attack.partition("+")[0]  # the same guess, restored or not
+        key = self.plan.blind.get(case.attack, case.attack)  # the same start, blind or not
+        alone = key.partition("+")[0]  # the same guess, restored or not
         attack_rng = seeded(case.seed, f"attack/{alone}")
         if seen is None:
             assert isinstance(attack, PreparedAttack)
@@ -143,7 +144,8 @@ class Bench:
         """What an attacker holds who knows the defence of the round, unless the plan's does not. A
         defence answers for one client's update: of a sum of several nobody says what it left."""
         alone = len(threat.victims(round_, case.threat(self.plan))) == 1
-        if not self.plan.document.audit.adaptive or not isinstance(round_, Round) or not alone:
+        knows = self.plan.document.audit.adaptive and case.attack not in self.plan.blind
+        if not knows or not isinstance(round_, Round) or not alone:
             return seen
         return threat.adapted(seen, round_.defence)
 

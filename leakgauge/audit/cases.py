@@ -13,7 +13,7 @@ from leakgauge.audit.plan import Plan
 from leakgauge.audit.results import Times, Trial
 from leakgauge.fl import Scenario
 from leakgauge.threat import realism
-from leakgauge.types import Iterative, ThreatModel
+from leakgauge.types import Answered, Iterative, ThreatModel
 
 CONTROL_SEEDS = 2  # a control asks whether an attack can work at all, not how well
 
@@ -117,6 +117,7 @@ def trials(plan: Plan) -> list[Case]:
         for defence in plan.defences
         for seed in plan.document.audit.seeds
         for attack in cheap_first
+        if attack not in plan.blind or isinstance(plan.defences[defence], Answered)
     ]
 
 

@@ -22,6 +22,7 @@ from leakgauge.types import Knowledge, LocalTraining, SecureSum, ThreatModel
 Table = dict[str, Any]
 NO_DEFENCE = "none"
 ANNOUNCED = "announced"  # the defence of captured rounds, which only their clients know
+BLIND = "-blind"  # ends the name of an attack that ignores the defence
 CHAIN = "chain"  # of several defences
 
 

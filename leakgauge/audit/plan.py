@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from leakgauge.audit import captured, comparison
 from leakgauge.audit import public as public_records
 from leakgauge.audit.document import (
     ANNOUNCED,
+    BLIND,
     CHAIN,
     NO_DEFENCE,
     Document,
@@ -52,6 +53,7 @@ from leakgauge.records import record_of, refuse_moved
 from leakgauge.restore import RESTORERS
 from leakgauge.tensors import raw
 from leakgauge.types import (
+    Answered,
     Attack,
     Dataset,
     Defence,
@@ -75,7 +77,8 @@ class Plan:
     `metrics` are those of the file, PSNR always. `restorers` work on the guesses of the attacks of
     their names. `captured` are the rounds to attack, one per stage, where they are not
     simulated. `held_out` are the records on which a trade-off measures accuracy: no client's, and
-    not the attacker's."""
+    not the attacker's. `blind` are attacks that are run again on every defence, ignoring it, with
+    the names of those that know it: who knows a defence may still do better by ignoring it."""
 
     name: str
     document: Document
@@ -92,6 +95,7 @@ class Plan:
     captured: tuple[Exchange, ...] = ()
     outside: tuple[Method, ...] = ()
     held_out: Dataset | None = None
+    blind: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -254,6 +258,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
         held_out, records = comparison.held_out(records, document.tradeoff)
     taken = federation.records if isinstance(federation.records, int) else len(records)
     _check_length(federation.training, taken)
+    blind = _blind(attacks, asked, defences) if document.audit.adaptive else {}
     plan = Plan(
         name=name,
         document=document,
@@ -261,13 +266,17 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
         data=records,
         public=replace(records, inputs=records.inputs[:0], labels=records.labels[:0]),
         public_source="set aside",
-        attacks=attacks,
+        attacks={**attacks, **{new: attacks[key] for new, key in blind.items()}},
         defences=defences,
         partition=partition,
         asked=asked,
         metrics=chosen,
-        restorers=restorers,
+        restorers={
+            **restorers,
+            **{new: restorers[key] for new, key in blind.items() if key in restorers},
+        },
         outside=(*outside, *others, *(one for one in scores if one.spec)),
+        blind=blind,
     )
     if rounds:
         sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
@@ -291,6 +300,19 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
 def load_data(plan: Plan) -> Dataset:
     """All records that a plan names, before public ones are set aside."""
     return _load(plan.document.federation.data, plan.folder, "federation.data")
+
+
+def _blind(
+    attacks: Mapping[str, Attack], asked: Sequence[str], defences: Mapping[str, Defence | None]
+) -> dict[str, str]:
+    """Attacks that are also run while they ignore the defence: all that prepare nothing."""
+    if not any(isinstance(defence, Answered) for defence in defences.values()):
+        return {}
+    return {
+        unused(f"{key}{BLIND}", attacks): key
+        for key in asked
+        if not isinstance(attacks[key], PreparedAttack)
+    }
 
 
 def _path(folder: Path, path: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from leakgauge.accounting import Spent, shown
 from leakgauge.audit.advice import defended
-from leakgauge.audit.document import NO_DEFENCE, settings
+from leakgauge.audit.document import BLIND, NO_DEFENCE, settings
 from leakgauge.audit.results import (
     Attacker,
     Found,
@@ -383,14 +383,17 @@ def _finding(result: Result, row: Row) -> Finding:
 
 
 def unknown(row: Row) -> str:
-    """The mark of an attack that does not know the defence."""
-    return "" if not row.measured or tested(row, row.measured) else f" ({UNTESTED})"
+    """The mark of an attack that does not know the defence, though it was not to ignore it."""
+    known = not row.measured or tested(row, row.measured) or row.attack.endswith(BLIND)
+    return "" if known else f" ({UNTESTED})"
 
 
 def knows(row: Row, found: Measured) -> str:
     """What the attacker of a row makes of knowing the defence."""
     if row.defence == NO_DEFENCE:
         return ""
+    if row.attack.endswith(BLIND):
+        return "the same attack, ignoring the defence"
     if found.adapted is None:
         return f"{UNTESTED}: does not know the defence"
     return f"knows the defence: {found.adapted}"

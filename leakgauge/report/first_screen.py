@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from leakgauge.audit import advice
 from leakgauge.audit.advice import capped, defended, reached, what_leaks
+from leakgauge.audit.document import BLIND
 from leakgauge.audit.results import Decided, Leak, Measured, Result
 from leakgauge.report import contents
 from leakgauge.report.contents import Images
@@ -118,7 +119,7 @@ def rests_on(result: Result) -> str | None:
     if not result.verdict:
         return None
     done = [trial for trial, _, _ in contents.scored(result) if trial.realism in contents.JUDGED]
-    attacks = len({trial.attack for trial in done})
+    attacks = len({trial.attack.removesuffix(BLIND) for trial in done})
     what = "What was measured" if result.verdict.outcome == "failed" else "This verdict"
     said = (
         f"{what} rests on {count(result.verdict.records, 'different record')}, "

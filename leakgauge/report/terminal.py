@@ -13,9 +13,9 @@ from rich.text import Text
 
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.advice import exposed, way_out
+from leakgauge.audit.document import BLIND
 from leakgauge.audit.protocol import Protocol
 from leakgauge.audit.results import Measured, Result, Row, Tradeoff
-from leakgauge.audit.verdict import tested
 from leakgauge.report import contents, first_screen, protection, protocol, wording
 
 
@@ -24,7 +24,8 @@ def summary_table(result: Result) -> Group:
     table of their own."""
     measured = contents.measured(result)
     counts = [found.records for _, found in measured] or [0]
-    unknown = any(not tested(row, found) for row, found in measured)
+    unknown = any(contents.unknown(row) for row, _ in measured)
+    blind = any(row.attack.endswith(BLIND) for row, _ in measured)
     images = " to ".join(map(str, sorted({min(counts), max(counts)})))
     leaks = _table(
         result,
@@ -34,6 +35,7 @@ def summary_table(result: Result) -> Group:
         "found: records recognised, picked out of a gallery by their reconstruction.\n"
         "labels: share of the labels read (what guessing gives).\n"
         "risk: the median PSNR in words; – where it is not above the baseline."
+        + ("\nblind: the same attack, ignoring the defence." if blind else "")
         + ("\nuntested: this attack does not know the defence." if unknown else ""),
         ("PSNR dB", "baseline", "found", "labels", "risk"),
         ((row, _cells(row, row.measured)) for row in result.summary),
