@@ -56,6 +56,7 @@ from leakgauge.errors import PlanError
 from leakgauge.types import Metric
 
 EXIT: dict[Outcome, int] = {"below the limit": 0, "leaks": 1, "failed": 3, "inconclusive": 4}
+ORDER: dict[State, int] = {"leaks": 2, "undecided": 1, "below": 0}  # of a row, the worst first
 MOST_RECORDS = 10**7  # beyond this many, no number of records is called enough
 
 
@@ -202,13 +203,14 @@ def _severity(judged: tuple[Row, Measured]) -> tuple[bool | float, ...]:
 
 
 def _kinds(rows: Sequence[tuple[Row, Measured]], shown: Collection[str]) -> dict[str, Decided]:
-    """For each kind of leak the row that decides it, and whether it is shown to be below. What
-    leaks, leaks; that something does not, only an attacker can show who knows the defence."""
+    """For each kind of leak the row that decides it, and whether it is shown to be below. The worst
+    row counts, whoever attacked; but that nothing leaks is only shown where an attacker knew the
+    defence, among others."""
     found = {}
     for kind in dict.fromkeys(kind for _, measured in rows for kind in measured.leaks):
         row, measured = max(
             (pair for pair in rows if kind in pair[1].leaks),
-            key=lambda pair: (_order(pair[0], pair[1], kind), pair[1].leaks[kind].beyond),
+            key=lambda pair: (ORDER[pair[1].leaks[kind].state], pair[1].leaks[kind].beyond),
         )
         leak = measured.leaks[kind]
         if leak.state != "leaks" and leak.limit < 1:
@@ -221,11 +223,6 @@ def _kinds(rows: Sequence[tuple[Row, Measured]], shown: Collection[str]) -> dict
             gallery = round(1 / measured.identified)
         found[kind] = Decided(row.round, row.defence, row.attack, leak, gallery)
     return found
-
-
-def _order(row: Row, measured: Measured, kind: str) -> int:
-    state = measured.leaks[kind].state
-    return 3 if state == "leaks" else 0 if not tested(row, measured) else 1 + (state != "below")
 
 
 def _untested(rows: Sequence[tuple[Row, Measured]], kind: str) -> bool:
