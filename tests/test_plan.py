@@ -67,7 +67,9 @@ def test_the_demo_parses_and_its_federation_can_be_built():
     assert plan.attacks == {
         "exact-recursion": ExactRecursion(),
         "inverting-gradients": InvertingGradients(iterations=300),
+        "inverting-gradients-blind": InvertingGradients(iterations=300),
     }
+    assert plan.blind == {"inverting-gradients-blind": "inverting-gradients"}
     assert plan.defences == {"none": None, "prune": Prune(share=0.99)}
     assert plan.data.inputs.shape[1:] == (3, 16, 16)
     scenario = plan.scenario(0, "prune")
@@ -194,7 +196,8 @@ def test_tables_become_the_methods_they_name():
     made["defence"] = [{"name": "none"}, {"name": "prune", "share": 0.5, "scope": "whole"}]
     plan = parse(made, "plan", Path.cwd())
     assert plan.partition == Dirichlet(alpha=2.0)
-    assert plan.attacks == {"inverting-gradients": InvertingGradients(iterations=7, tv=0.0)}
+    assert plan.asked == ("inverting-gradients",)
+    assert plan.attacks["inverting-gradients"] == InvertingGradients(iterations=7, tv=0.0)
     assert plan.defences == {"none": None, "prune": Prune(0.5, "whole")}
 
 
@@ -202,7 +205,7 @@ def test_a_name_used_again_gets_a_number_in_the_order_of_the_file():
     made = table("attack", [{"name": "inverting-gradients", "iterations": n} for n in (1, 2, 3)])
     made["defence"] = [{"name": "prune", "share": 0.1}, {"name": "none"}, {"name": "prune"}]
     plan = parse(made, "plan", Path.cwd())
-    assert [(k, a.iterations) for k, a in plan.attacks.items()] == [
+    assert [(k, plan.attacks[k].iterations) for k in plan.asked] == [
         ("inverting-gradients", 1),
         ("inverting-gradients-2", 2),
         ("inverting-gradients-3", 3),

@@ -110,7 +110,7 @@ def test_forty_trials_on_two_workers_are_those_of_two_processes(two_cpus, tmp_pa
     run(plan, Store(tmp_path / "here"), jobs=2)
     watch = Watch(progress=lambda case, *step: steps.append(step), say=said.append)
     result = run(plan, Store(tmp_path / "ray"), engine=ours.engine(None), watch=watch)
-    assert len(result.trials) == 40
+    assert len(result.trials) == 40 + 20  # blind ones too
     assert {trial.status for trial in result.trials} == {"done"}
     assert kept(tmp_path / "ray") == kept(tmp_path / "here")
     assert {total for _, total, _ in steps} == {20}
@@ -163,7 +163,7 @@ def test_an_interrupted_audit_goes_on_elsewhere(two_cpus, tmp_path, first):
     assert {one.reason for one in result.not_run} == {"interrupted"}
     assert json.loads(store.result.read_text())["interrupted"]
     whole = run(plan, Store(tmp_path / "out"), resume=True, watch=Watch(end=end), **engines[second])
-    assert len(ended) == len(set(ended)) == len(whole.trials) == 8
+    assert len(ended) == len(set(ended)) == len(whole.trials) == 8 + 4
     run(plan, Store(tmp_path / "never"))
     assert kept(tmp_path / "out") == kept(tmp_path / "never")
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -65,6 +65,7 @@ from leakgauge.types import (
     ThreatModel,
 )
 
+T = TypeVar("T")
 RESTORE = "restore"  # the key of an [[attack]] that names a restorer
 MOST_STEPS = 1_000_000  # of local training, in one round
 
@@ -266,15 +267,12 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
         data=records,
         public=replace(records, inputs=records.inputs[:0], labels=records.labels[:0]),
         public_source="set aside",
-        attacks={**attacks, **{new: attacks[key] for new, key in blind.items()}},
+        attacks=_beside(attacks, blind),
         defences=defences,
         partition=partition,
         asked=asked,
         metrics=chosen,
-        restorers={
-            **restorers,
-            **{new: restorers[key] for new, key in blind.items() if key in restorers},
-        },
+        restorers=_beside(restorers, blind),
         outside=(*outside, *others, *(one for one in scores if one.spec)),
         blind=blind,
     )
@@ -313,6 +311,13 @@ def _blind(
         for key in asked
         if not isinstance(attacks[key], PreparedAttack)
     }
+
+
+def _beside(items: Mapping[str, T], blind: Mapping[str, str]) -> dict[str, T]:
+    """Each item followed by what is the same of the blind attack."""
+    named = {key: new for new, key in blind.items()}
+    return {name: item for key, item in items.items()
+            for name in (key, named.get(key)) if name is not None}  # fmt: skip
 
 
 def _path(folder: Path, path: str) -> Path:

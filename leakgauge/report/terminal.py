@@ -35,7 +35,7 @@ def summary_table(result: Result) -> Group:
         "found: records recognised, picked out of a gallery by their reconstruction.\n"
         "labels: share of the labels read (what guessing gives).\n"
         "risk: the median PSNR in words; – where it is not above the baseline."
-        + ("\nblind: the same attack, ignoring the defence." if blind else "")
+        + ("\nignoring it: the same attack, by who ignores the defence." if blind else "")
         + ("\nuntested: this attack does not know the defence." if unknown else ""),
         ("PSNR dB", "baseline", "found", "labels", "risk"),
         ((row, _cells(row, row.measured)) for row in result.summary),
@@ -73,7 +73,8 @@ def _table(
             after = f"round {row.round}, " if contents.several_rounds(result) else ""
             table.add_section()
             table.add_row(f"[bold]{after}{escape(contents.named(row.defence))}[/]")
-        table.add_row(f"  {escape(row.attack)}{contents.unknown(row)}", *cells)
+        name = f"  {escape(row.attack)}{contents.unknown(row)}"
+        table.add_row("    ignoring it" if row.attack.endswith(BLIND) else name, *cells)
     return table
 
 
