@@ -633,7 +633,7 @@ def test_the_report_says_it_first_and_shows_the_figure_before_the_table(tmp_path
     section = page.split('<section id="tradeoff">')[1].split("</section>")[0]
     assert section.index("<svg") < section.index("<table")
     assert section.index("<table") < section.index("Recommendation.")
-    for words in ("93.0 %", "reference", "2.0 points", "recommended", "ε = 8.25, δ = 1e-05",
+    for words in ("93.0 %", "reference", "2.0 points", "recommended", "rounds ε = 8.25, δ = 1e-05",
                   "no defence", "round 5", "meets the plan's limit"):  # fmt: skip
         assert words in section
     assert "was not measured" not in page

@@ -83,7 +83,7 @@ def _priced(result: Result, given: Tradeoff, one: Weighed, number: int, options:
         leak_interval=leak_interval,
         worst=worst,
         median=decibels(one.strongest.median if one.strongest else None),
-        spent=_budget(one.spent),
+        spent=_budget(one.spent, given.rounds),
         outcome=contents.OUTCOMES[one.outcome],
         state=STATES.get(one.outcome, "open"),
         front=one.front,
@@ -117,11 +117,12 @@ def _range(low: float, high: float) -> str:
     return f"{_multiple(low)}–{_multiple(high)}"
 
 
-def _budget(spent: Budget | None) -> str:
+def _budget(spent: Budget | None, rounds: int) -> str:
     if spent is None or spent.epsilon is None:
         return ""
+    size = f"{spent.epsilon:,.0f}" if spent.epsilon >= 100 else f"{spent.epsilon:.3g}"
     delta = f", δ = {spent.delta:g}" if spent.delta is not None else ""
-    return f"ε = {spent.epsilon:.3g}{delta}"
+    return f"over {rounds} rounds ε = {size}{delta}"
 
 
 def figure(given: Tradeoff) -> list[Mark]:
