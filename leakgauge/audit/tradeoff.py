@@ -45,7 +45,7 @@ from leakgauge.audit.results import (
     Weighed,
     Worst,
 )
-from leakgauge.audit.verdict import tested
+from leakgauge.audit.verdict import tested, worst_of
 
 LEAST_LIMIT = 0.01  # a limit below it counts as this one where leaks are compared
 EXIT = {"recommended": 0, "none": 1, "failed": 3, "undecided": 4}
@@ -172,18 +172,7 @@ def _strongest(rows: Iterable[Row]) -> Worst | None:
     judged = [(r, r.measured) for r in rows if r.measured and r.measured.realism != "oracle"]
     if not judged:
         return None
-    row, found = max(judged, key=lambda pair: pair[1].scores["psnr"].median)
-    psnr = found.scores["psnr"]
-    return Worst(
-        round=row.round,
-        defence=row.defence,
-        attack=row.attack,
-        median=psnr.median,
-        interval=psnr.interval,
-        most=psnr.most,
-        share=found.leaks["pictures"].share,
-        records=found.records,
-    )
+    return worst_of(*max(judged, key=lambda pair: pair[1].scores["psnr"].median))
 
 
 def on_front(one: Weighed, every: Iterable[Weighed]) -> bool:

@@ -172,7 +172,7 @@ def judge(result: Result) -> Verdict:
         records=records,
         kinds=kinds,
         defences=tuple(defences),
-        worst=_worst(*worst) if worst else None,
+        worst=worst_of(*worst) if worst else None,
     )
 
 
@@ -274,7 +274,8 @@ def judge_control(row: Row, trials: Iterable[Trial]) -> Control:
     )
 
 
-def _worst(row: Row, measured: Measured) -> Worst:
+def worst_of(row: Row, measured: Measured) -> Worst:
+    """A row as what leaks most."""
     psnr = measured.scores["psnr"]
     return Worst(
         round=row.round,
