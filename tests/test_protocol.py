@@ -517,3 +517,13 @@ def test_a_point_stands_where_its_numbers_say():
     assert interval.y > low.y > interval.y2
     (limit,) = [mark for mark in marks if mark.kind == "limit"]
     assert low.y > limit.y > high.y
+
+
+def test_what_attackers_knew_of_a_defence_is_kept(tmp_path):
+    found = played(tmp_path, {"defence": ["none", {"name": "prune", "share": 0.5}]})
+    rows = {v.words: v.row.measured.adapted for s in found.passes[0].steps for v in s.values}
+    assert rows["no defence"] is None
+    knows = [t.found.adapted for p in found.parts for t in p.trials
+             if t.defence == "prune" and not t.attack.endswith("-blind")]  # fmt: skip
+    assert knows
+    assert all("matches only what was sent" in words for words in knows)

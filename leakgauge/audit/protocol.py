@@ -496,7 +496,8 @@ def _stripped(trial: Trial) -> Trial:
     """A trial without what only its own audit needs."""
     if trial.found is None:
         return trial
-    found = Found(trial.found.guesses, trial.found.labels, trial.found.residual)
+    kept = trial.found
+    found = Found(kept.guesses, kept.labels, kept.residual, adapted=kept.adapted)
     return replace(trial, found=found)
 
 
