@@ -819,3 +819,15 @@ def test_nothing_is_an_audit_if_nothing_applies(tmp_path: Path) -> None:
     with pytest.raises(NotApplicable):
         run(plan, Store(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_with_precode_is_never_below_the_limit() -> None:
+    plain = audited(trial())
+    assert plain.verdict.outcome == "below the limit"
+    federation = replace(plain.plan.federation, model={"name": "mlp", "precode": True})
+    hidden = replace(plain, plan=replace(plain.plan, federation=federation))
+    verdict = derived(hidden, ["twin"], None).verdict
+    assert (verdict.outcome, verdict.exit_code) == ("inconclusive", 4)
+    assert verdict.defences[0].outcome == "inconclusive"
+    assert "the model has PRECODE" in verdict.headline
+    assert "without `precode`" in verdict.next[0]

@@ -134,6 +134,12 @@ def why_inconclusive(kinds: Mapping[str, Decided], result: Result) -> tuple[str,
             "`adaptive = true` in [audit]. A defence of your own says what an attacker does who "
             "knows it by a method `answered`.",
         )
+    if result.plan.federation.hides and {one.leak.state for one in kinds.values()} == {"below"}:
+        return (
+            "the model has PRECODE, and no attack that was run knows a way around it, so that "
+            "nothing leaked is no evidence of safety.",
+            "Audit the model without `precode`, and protect it by a defence that attackers know.",
+        )
     undecided = [(kind, one.leak) for kind, one in kinds.items() if one.leak.state == "undecided"]
     if not undecided and not result.not_run:
         return _unscored(result.summary)

@@ -55,6 +55,11 @@ class Federation:
     secure: SecureSum | None = None
 
     @property
+    def hides(self) -> bool:
+        """Whether the model has a bottleneck that draws (PRECODE)."""
+        return isinstance(self.model, dict) and bool(self.model.get("precode"))
+
+    @property
     def captured(self) -> str | None:
         """The folder of captured rounds, if they are not simulated."""
         return self.data.get("captured") if isinstance(self.data, dict) else None

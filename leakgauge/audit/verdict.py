@@ -152,8 +152,8 @@ def judge(result: Result) -> Verdict:
     defences = []
     for defence in dict.fromkeys(row.defence for row in summary):  # each by itself
         alone = _kinds([pair for pair in rows if pair[0].defence == defence], shown)
-        defences.append(Defended(defence, _outcome(alone), alone))
-    outcome = _outcome(kinds)
+        defences.append(Defended(defence, _outcome(alone, result), alone))
+    outcome = _outcome(kinds, result)
     if outcome == "below the limit" and (result.not_run or any(row.unscored for row in summary)):
         outcome = "inconclusive"  # what was left out might have leaked
     if failed and outcome != "leaks":
@@ -235,11 +235,13 @@ def _untested(rows: Sequence[tuple[Row, Measured]], kind: str) -> bool:
     return not all(places.values())
 
 
-def _outcome(kinds: Mapping[str, Decided]) -> Outcome:
+def _outcome(kinds: Mapping[str, Decided], result: Result) -> Outcome:
+    """A model that hides its records in its own way has no attacker here who knows that way."""
     states = {decided.leak.state for decided in kinds.values()}
     if "leaks" in states:
         return "leaks"
-    return "below the limit" if states == {"below"} else "inconclusive"
+    below = states == {"below"} and not result.plan.federation.hides
+    return "below the limit" if below else "inconclusive"
 
 
 def _records(trials: Iterable[Trial]) -> int:
