@@ -159,7 +159,9 @@ def test_noise_is_taken_away_from_matrices_of_low_rank() -> None:
     assert (found["w"] - true).norm() < 0.45 * noise.norm()
     assert int(torch.linalg.matrix_rank(found["w"])) == 2
     assert found["b"].tolist() == [9.0, 9.0]
-    assert not shrunk({"w": noise}, {"w": 0.5})["w"].any()  # noise alone leaves nothing
+    alone = shrunk({"w": noise, "b": torch.ones(2)}, {"w": 0.5, "b": 0.0})
+    assert not alone["w"].any()  # noise alone leaves nothing of a layer
+    assert torch.equal(shrunk({"w": noise}, {"w": 0.5})["w"], noise)  # but of all it stays
     vector = shrunk({"b": torch.full((100,), 2.0)}, {"b": 1.0})["b"]
     assert vector[0].item() == pytest.approx(2 * (1 - 1 / 4))
 
@@ -275,6 +277,18 @@ def test_noise_makes_an_attacker_expect_smooth_pictures() -> None:
         guess = IDLG(iterations=100).reconstruct(threat.adapted(seen, defence), rng(2))
         rough.append(float(total_variation(guess.inputs)))
     assert max(rough[1:]) < 0.2 * rough[0]
+
+
+@pytest.mark.parametrize("attack", [InvertingGradients(iterations=3), IDLG(iterations=3)])
+@pytest.mark.parametrize("defence", [
+    ClipAndNoise(epsilon=0.01, norm=1.0), DEFENCES["dp-sgd"](sigma=100.0),  # type: ignore[call-arg]
+    DEFENCES["hide-top"](share=1.0), Quantise(bits=1),  # type: ignore[call-arg]
+], ids=["noise", "dp-sgd", "nothing is sent", "one bit"])  # fmt: skip
+def test_where_nothing_is_left_an_attack_still_ends(defence: Any, attack: Any) -> None:
+    seen, inputs, _ = played(defence, convolution, batch_norm="eval")
+    guess = attack.reconstruct(threat.adapted(seen, defence), rng())
+    assert guess.inputs.shape == inputs.shape
+    assert torch.isfinite(guess.inputs).all()
 
 
 def test_what_an_attack_asks_of_smoothness_itself_counts() -> None:

@@ -51,7 +51,8 @@ def cosine(guess: list[Tensor], target: Sequence[Tensor]) -> tuple[Tensor, list[
     theirs = dot(target, target).sqrt().clamp_min(1e-30)
     cos = dot(guess, target) / (ours * theirs)
     torch._foreach_mul_(guess, float(cos / ours**2))
-    torch._foreach_add_(guess, list(target), alpha=-float(1 / (ours * theirs)))
+    # Beyond what float32 can hold both are zero, and so is the slope.
+    torch._foreach_add_(guess, list(target), alpha=-min(float(1 / (ours * theirs)), 1e30))
     return 1 - cos, guess
 
 

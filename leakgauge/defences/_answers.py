@@ -35,8 +35,9 @@ SPARE = 1.3  # entries per unknown, at least
 
 def shrunk(update: Named, spread: Mapping[str, float]) -> Named:
     """The update with Gaussian noise of the standard deviation `spread` of each tensor taken away,
-    as far as that is possible."""
-    return {name: _shrunk(value, spread[name]) for name, value in update.items()}
+    as far as that is possible. Where nothing at all stands out of it, the update stays as it is."""
+    found = {name: _shrunk(value, spread[name]) for name, value in update.items()}
+    return found if any(value.any() for value in found.values()) else dict(update)
 
 
 def _shrunk(value: Tensor, spread: float) -> Tensor:
