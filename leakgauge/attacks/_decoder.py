@@ -16,9 +16,9 @@ what was best on them. Public images are no client's.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,19 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.attacks._matching import cosine
+from leakgauge.attacks._fit import Clock, Lesson, Pace
+from leakgauge.attacks._fit import fit as learn
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl.local import State, advance, start
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import Images
-from leakgauge.types import Dataset, Kept, LocalTraining, Named, Resources
+from leakgauge.types import Dataset, Kept, Named, Resources
 
-EVERY = 50  # steps between two looks at the images held out; each is a checkpoint
-GAIN = 0.01  # decibels on them that count as progress
-PATIENCE = 12  # looks without progress after which the fit ends
 HELD = 500  # images held out, and at most a tenth of all
-WARM = 50  # steps in which the learning rate rises
 SIDE = 8  # about the side of the maps that a vector becomes
 NARROW = 32  # channels at full size, at least
 
@@ -76,27 +72,17 @@ def fit(
     not seen (`psnr`, in decibels, and that of their mean image: `mean_psnr`).
     """
     options, resources = options or Fit(), resources or Resources()
-    began = time.process_time()
-    deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
+    clock = Clock.of(resources)
     _check(public, record, records)
     known = _shape(trace, node)
     shapes = layout(known, record.shape, options.width)
-    checkpoint = resources.checkpoint
-    before = checkpoint.load() if checkpoint is not None else None
-    if before is not None and before.facts["finished"]:
-        return Kept(before.tensors, before.facts["facts"])
     pairs = _Pairs.of(trace, node, record, public, records, rng, free_scale, options)
-    now = _begun(shapes, pairs, rng) if before is None else _continued(shapes, before, rng)
-    spent, step = now.cpu_seconds, now.adam.steps
-    while step < options.steps and now.since < PATIENCE and time.monotonic() < deadline:
-        adam, error = _stepped(now.adam, list(shapes), pairs, options, rng)
-        now, step = replace(now, adam=adam), adam.steps
-        if resources.progress is not None:
-            resources.progress(step, options.steps, error)
-        if step % EVERY == 0 or step == options.steps:
-            now = _judged(now, list(shapes), pairs, spent + time.process_time() - began)
-            if checkpoint is not None:
-                checkpoint.save(_kept(now, rng))
+    lesson = Lesson(
+        begin=partial(_begun, shapes, pairs, rng),
+        error=partial(_error, pairs, options.batch),
+        score=pairs.psnr,
+    )
+    done = learn(lesson, Pace(options.steps, options.lr), rng, resources, clock)
     facts: dict[str, Any] = {
         "node": node,
         "known": list(known),
@@ -106,14 +92,12 @@ def fit(
         "public_images": len(public),
         "used": len(pairs.images) - pairs.made,
         "variants": pairs.made,
-        "psnr": pairs.psnr(now.best),
+        "psnr": done.score,
         "mean_psnr": pairs.mean_psnr(),
-        "steps": step,
-        "cpu_seconds": spent + time.process_time() - began,
+        "steps": done.steps,
+        "cpu_seconds": done.cpu_seconds,
     }
-    if checkpoint is not None and (step == options.steps or now.since >= PATIENCE):
-        checkpoint.save(Kept(now.best, {"finished": True, "facts": facts}))
-    return Kept(now.best, facts)
+    return Kept(done.weights, facts)
 
 
 def decode(kept: Kept, activations: Tensor) -> Tensor:
@@ -234,7 +218,7 @@ class _Pairs:
     def size(self) -> tuple[int, int]:
         return self.images.shape[2], self.images.shape[3]
 
-    def psnr(self, weights: Named) -> float:
+    def psnr(self, weights: Mapping[str, Tensor]) -> float:
         """The mean over the images held out."""
         rows = [slice(i, min(i + 64, self.held)) for i in range(0, self.held, 64)]
         with torch.no_grad():
@@ -271,18 +255,7 @@ def _shape(trace: Trace, node: str) -> tuple[int, ...]:
     return tuple(trace.shape[trace.named(node)])
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """A decoder on its way, and the best so far by the images held out."""
-
-    adam: State
-    best: Named
-    psnr: float = -math.inf
-    since: int = 0  # looks without progress
-    cpu_seconds: float = 0.0
-
-
-def _begun(shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Generator) -> _Fitted:
+def _begun(shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Generator) -> Named:
     """Random weights that give about the mean colour."""
     weights: Named = {}
     for name, shape in shapes.items():
@@ -292,58 +265,16 @@ def _begun(shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Gene
             weights[name] = torch.zeros(shape)
     weights["last.weight"] *= 0.1
     weights["last.bias"] = pairs.images.mean((0, 2, 3))
-    return _Fitted(start(list(weights.values()), LocalTraining(optimiser="adam")), weights)
+    return weights
 
 
-def _stepped(
-    adam: State, names: Sequence[str], pairs: _Pairs, options: Fit, rng: torch.Generator
-) -> tuple[State, float]:
-    """One step, and the squared error per pixel before it."""
-    rows = torch.randint(pairs.held, len(pairs.images), (options.batch,), generator=rng)
-    leaves = [w.detach().requires_grad_() for w in adam.weights]
-    with torch.enable_grad():
-        shown = pictures(dict(zip(names, leaves, strict=True)), pairs.read(rows), pairs.size)
-        error = (shown - pairs.images[rows]).square().mean()
-        slopes = torch.autograd.grad(error, leaves)
-    done = adam.steps / options.steps
-    lr = options.lr * cosine()(done) * min(1, (adam.steps + 1) / WARM)
-    with torch.no_grad():
-        return advance(adam, slopes, LocalTraining(optimiser="adam", lr=lr)), float(error.detach())
-
-
-def _judged(now: _Fitted, names: Sequence[str], pairs: _Pairs, cpu_seconds: float) -> _Fitted:
-    weights = dict(zip(names, now.adam.weights, strict=True))
-    found = pairs.psnr(weights)
-    return replace(
-        now,
-        best=weights if found > now.psnr else now.best,
-        psnr=max(found, now.psnr),
-        since=0 if found > now.psnr + GAIN else now.since + 1,
-        cpu_seconds=cpu_seconds,
-    )
-
-
-def _kept(now: _Fitted, rng: torch.Generator) -> Kept:
-    """The fit so far, with its generator."""
-    adam = {f"adam.{i}": tensor for i, tensor in enumerate(now.adam.tensors())}
-    best = {f"best.{name}": tensor for name, tensor in now.best.items()}
-    facts = {"step": now.adam.steps, "psnr": now.psnr, "since": now.since, "finished": False}
-    return Kept(adam | best | {"rng": rng.get_state()}, facts | {"cpu_seconds": now.cpu_seconds})
-
-
-def _continued(shapes: Mapping[str, tuple[int, ...]], kept: Kept, rng: torch.Generator) -> _Fitted:
-    tensors, facts = kept.tensors, kept.facts
-    best = {name: tensors[f"best.{name}"] for name in shapes}
-    adam = start(list(best.values()), LocalTraining(optimiser="adam"))
-    adam = adam.with_tensors([tensors[f"adam.{i}"] for i in range(len(adam.tensors()))])
-    rng.set_state(tensors["rng"])
-    return _Fitted(
-        replace(adam, steps=facts["step"]),
-        best,
-        facts["psnr"],
-        facts["since"],
-        facts["cpu_seconds"],
-    )
+def _error(
+    pairs: _Pairs, batch: int, weights: Mapping[str, Tensor], rng: torch.Generator
+) -> Tensor:
+    """The squared error per pixel on a batch."""
+    rows = torch.randint(pairs.held, len(pairs.images), (batch,), generator=rng)
+    shown = pictures(weights, pairs.read(rows), pairs.size)
+    return (shown - pairs.images[rows]).square().mean()
 
 
 def _check(public: Dataset, record: Images, records: int) -> None:
