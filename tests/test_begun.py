@@ -33,7 +33,7 @@ from leakgauge.attacks import (
 from leakgauge.attacks._labels import infer
 from leakgauge.attacks._matching import Search, in_order
 from leakgauge.attacks._spaces import SPACES, Generator, LowResolution, Pixels
-from leakgauge.attacks.begun import origin
+from leakgauge.attacks.begun import parts
 from leakgauge.audit import Store, cases, parse, references, run
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.document import settings
@@ -298,6 +298,7 @@ def test_a_hybrid_is_its_first_attack_and_then_its_search(starts: list[Tensor]) 
     assert torch.equal(starts[0], start.inputs)  # the same as alone
     again = search.reconstruct(replace(seen, begin=start), seeded(5))
     assert torch.equal(guess.inputs, again.inputs)
+    assert guess.objectives == again.objectives  # of the second restart, which draws its start, too
     assert guess.history == again.history
     assert guess.residual == again.residual
 
@@ -370,8 +371,8 @@ def test_it_is_prepared_exactly_when_its_first_attack_is() -> None:
     assert not threat.manipulates(plain)
     trap = ACTIVE_ATTACKS["robbing-the-fed"]()
     assert threat.manipulates(begun(trap, search))
-    assert origin(begun(learned, SmoothToSharp())) == Learned()
-    assert origin(search) is search
+    assert parts(begun(learned, SmoothToSharp())) == (Learned(), search, SmoothToSharp())
+    assert parts(search) == (search,)
 
 
 def test_its_search_can_be_shortened_and_its_start_stays() -> None:
@@ -516,6 +517,7 @@ def test_a_plan_begins_a_search_from_any_attack(tmp_path: Path) -> None:
     assert first.chain == ("inverting-gradients", "smooth-to-sharp")
     assert checked.attacks[twice] == begun(once, s2s, None, (HYBRID, "smooth-to-sharp"))
     assert checked.restorers == {twice: TotalVariation()}
+    assert [cases.effort(checked, key) for key in keys] == [6, 9, 9, 15, 9]
     assert list(settings(checked.document.attack)) == keys
     assert settings(checked.document.attack)[HYBRID] == (
         'iterations = 6, begin = { name = "inverting-gradients", iterations = 3 }'

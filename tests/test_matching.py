@@ -419,6 +419,13 @@ def test_the_search_begins_from_given_images(script: Callable[..., Scripted]) ->
     assert torch.equal(begin, kept)
 
 
+def test_a_later_stage_draws_no_start(script: Callable[..., Scripted]) -> None:
+    script(values([1.0, 2.0]))
+    rng, before = seeded(), seeded().get_state()
+    run(Adam(lr=0.1), 2, begin=torch.zeros(1, *SHAPE), rng=rng)
+    assert torch.equal(rng.get_state(), before)
+
+
 class Shown:
     """A space of another package that knows no way back from images."""
 

@@ -77,7 +77,7 @@ class Begun:
         """The names of all attacks in their order, without what restores between them."""
         first, search = self.names
         before = self.first.chain if isinstance(self.first, Begun) else (first.partition("+")[0],)
-        return *before, search
+        return (*before, search)
 
     def reconstruct(
         self,
@@ -177,9 +177,9 @@ def searches(attack: object) -> bool:
     return isinstance(attack, Search) and not isinstance(attack, PreparedAttack)
 
 
-def origin(attack: Attack) -> Attack:
-    """What an attack prepares with: of a hybrid that with which it begins, else itself."""
-    return origin(attack.first) if isinstance(attack, Begun) else attack
+def parts(attack: Attack) -> tuple[Attack, ...]:
+    """The attacks of a hybrid in their order; of any other, itself."""
+    return (*parts(attack.first), attack.search) if isinstance(attack, Begun) else (attack,)
 
 
 def _prepared(attack: Attack) -> PreparedAttack:

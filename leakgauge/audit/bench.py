@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge import diagnostics, metrics, threat
-from leakgauge.attacks.begun import Begun, origin
+from leakgauge.attacks.begun import Begun, parts
 from leakgauge.audit import captured, checks, images
 from leakgauge.audit.cases import Case, Work
 from leakgauge.audit.plan import Plan
@@ -203,7 +203,7 @@ class Bench:
         its own, so that every trial with the same model, training and public records meets what
         the first one of them has finished; one that comes while that is at work waits for it."""
         # A hybrid meets what the attack prepared that it begins with.
-        attack, aim = origin(self._attacks[case.attack]), self._aim(case, round_)
+        attack, aim = parts(self._attacks[case.attack])[0], self._aim(case, round_)
         assert isinstance(attack, PreparedAttack)
         key = key_of(attack, aim)
         finished = Checkpoint(self.prepared / f"{key}.finished.safetensors", key)

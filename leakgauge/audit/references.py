@@ -28,11 +28,11 @@ def of(methods: Iterable[object]) -> tuple[Paper, ...]:
 
 def _parts(method: object) -> Iterator[object]:
     """Of a hybrid all that it is made of, else the method itself."""
-    if not isinstance(method, Begun):
+    if isinstance(method, Begun):
+        yield from _parts(method.first)
+        yield from (method.restore, method.search)
+    else:
         yield method
-        return
-    yield from _parts(method.first)
-    yield from (method.restore, method.search)
 
 
 def known(document: Document, also: Iterable[str] = ()) -> tuple[Paper, ...]:
