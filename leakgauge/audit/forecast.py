@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 
 from leakgauge import threat
+from leakgauge.attacks.begun import parts
 from leakgauge.audit import cases
 from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
@@ -259,6 +260,7 @@ class _Trying:
         attack = self.plan.attacks[case.attack]
         if not _shares(attack):
             return None
+        attack = parts(attack)[0]  # what a hybrid begins with is what is prepared
         if self.plan.captured and case.kept is None:
             return repr(attack), case.stage
         scenario = case.scenario(self.plan)
