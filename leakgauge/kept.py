@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from leakgauge.config import plain
 from leakgauge.errors import CheckpointError, InputError
@@ -86,18 +87,31 @@ def alone(path: Path) -> Iterator[None]:
                 return  # else the holder before us has removed it meanwhile
 
 
-def key_of(attack: Attack, target: Target, rng: torch.Generator | None = None) -> str:
-    """Differs when a preparation could; `rng` is left out where it is always the same."""
+def key_of(
+    attack: Attack,
+    target: Target,
+    rng: torch.Generator | None = None,
+    model: nn.Module | None = None,
+) -> str:
+    """Differs when a preparation could; `rng` is left out where it is always the same. `model` is
+    the one behind a target that holds no weights: what its queries give follows from them."""
+    model = model or target.model
+    if any(value.is_meta for value in model.state_dict().values()):
+        raise InputError(
+            "what is kept is found again by the model's weights, and this target holds none: give "
+            "the global model as `model`"
+        )
     options = attack if dataclasses.is_dataclass(attack) else getattr(attack, "__dict__", {})
     told = [
         f"{type(attack).__module__}:{type(attack).__qualname__}", plain(options),
         plain(target.training), target.records, target.clients,
-        str(target.record), str(target.task), str(target.model),
+        str(target.record), str(target.task), str(target.model), target.weights is None,
+        target.query is None, target.defence and [target.defence, target.round],
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(told, default=str).encode())
     public = () if target.public is None else (target.public.inputs, target.public.labels)
     drawn = () if rng is None else (rng.get_state(),)
-    for tensor in (*target.model.state_dict().values(), *public, *drawn):
+    for tensor in (*model.state_dict().values(), *public, *drawn):
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(raw(tensor))
     return digest.hexdigest()

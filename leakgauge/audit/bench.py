@@ -9,6 +9,7 @@ user gave (plan, data, model, update) are raised.
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from leakgauge.audit.training import trained
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl import simulate, tampered, target
+from leakgauge.fl import simulate, tampered
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
 from leakgauge.kept import Checkpoint, alone, key_of
@@ -40,6 +41,7 @@ from leakgauge.types import (
     Batch,
     Exchange,
     Kept,
+    Learned,
     Observation,
     PreparedAttack,
     Reconstruction,
@@ -53,6 +55,7 @@ HISTORY_POINTS = 200
 Progress: TypeAlias = Callable[[int, int, float], None]
 """Called with steps done, steps in all and the objective."""
 
+LEARNED = "learned from updates that had passed the same defence"
 NOISE = 0.01  # pixel noise of the sensitivity, as a share of the range
 
 
@@ -124,7 +127,10 @@ class Bench:
             seen = threat.observe(round_, who, kept=kept)
         held = self._adapted(case, round_, seen)
         guess, prior = self._restored(case, held, attack.reconstruct(held, attack_rng, resources))
-        found = replace(found_by(guess, seen), adapted=_words(held.answer, guess))
+        adapted = _words(held.answer, guess)
+        if isinstance(attack, Learned) and self._passed(case, round_):
+            adapted = LEARNED
+        found = replace(found_by(guess, seen), adapted=adapted)
         if not isinstance(round_, Round):
             paths, files = images.drawn(case.id, None, guess.inputs, None)
             return replace(found, images=paths), None, files
@@ -142,12 +148,20 @@ class Bench:
 
     def _adapted(self, case: Case, round_: Exchange, seen: Observation) -> Observation:
         """What an attacker holds who knows the defence of the round, unless the plan's does not. A
-        defence answers for one client's update: of a sum of several nobody says what it left."""
+        defence answers for one client's update: of a sum of several nobody says what it left. Who
+        learned from updates reads what was sent."""
         alone = len(threat.victims(round_, case.threat(self.plan))) == 1
         knows = self.plan.document.audit.adaptive and case.attack not in self.plan.blind
-        if not knows or not isinstance(round_, Round) or not alone:
+        learned = isinstance(self.plan.attacks[case.attack], Learned)
+        if not knows or not isinstance(round_, Round) or not alone or learned:
             return seen
         return threat.adapted(seen, round_.defence)
+
+    def _passed(self, case: Case, round_: Exchange) -> bool:
+        """Whether the updates that an attack learned from had passed the defence of the round."""
+        adaptive = self.plan.document.audit.adaptive
+        who = case.threat(self.plan)
+        return threat.passed(round_, who, adaptive=adaptive) is not None
 
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
@@ -173,41 +187,51 @@ class Bench:
         that changes the model has the clients train on what it sent."""
         if not attack.manipulates:
             return round_, self.fitted(case, round_, resources)
-        aim = self._aim(case, round_)
-        key = key_of(attack, aim, rng)
-        place = Checkpoint(self.prepared / f"{key}.safetensors", key)
-        made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
+        aim = self._aim(case, attack, round_)
+        key = key_of(attack, aim, rng, round_.model)
+        made = attack.prepare(aim, rng, self._kept(key, resources))
+        shutil.rmtree(self.prepared / key, ignore_errors=True)
         if made.models:
             if not isinstance(round_, Round):
                 raise NotApplicable("it changes the model before a round, and this one is over")
             round_ = tampered(round_, made, seeded(case.seed, "tampered"))
         return round_, made.kept
 
-    def _aim(self, case: Case, round_: Exchange) -> Target:
+    def _aim(self, case: Case, attack: PreparedAttack, round_: Exchange) -> Target:
+        """What it prepares with. Who does not learn from updates is given none, and prepares the
+        same under every defence."""
         public = self.plan.public if len(self.plan.public) else None
-        return target(round_, public, threat.victims(round_, case.threat(self.plan)))
+        adaptive = self.plan.document.audit.adaptive
+        aim = threat.before(round_, case.threat(self.plan), public, adaptive=adaptive)
+        return aim if isinstance(attack, Learned) else replace(aim, query=None, defence=None)
+
+    def _kept(self, key: str, resources: Resources) -> Resources:
+        """The same, with places for what a preparation keeps on its way."""
+        place = Checkpoint(self.prepared / f"{key}.safetensors", key)
+        return replace(resources, checkpoint=place, folder=self.prepared / key)
 
     def fitted(self, case: Case, round_: Exchange, resources: Resources) -> Kept:
         """What an attack that changes no model prepares for this round. It is drawn from a seed of
         its own, so that every trial with the same model, training and public records meets what
         the first one of them has finished; one that comes while that is at work waits for it."""
-        attack, aim = self._attacks[case.attack], self._aim(case, round_)
+        attack = self._attacks[case.attack]
         assert isinstance(attack, PreparedAttack)
-        key = key_of(attack, aim)
+        aim = self._aim(case, attack, round_)
+        key = key_of(attack, aim, model=round_.model)
         finished = Checkpoint(self.prepared / f"{key}.finished.safetensors", key)
         with alone(self.prepared / f"{key}.lock"):
             if (kept := finished.load()) is not None:
                 return kept
-            place = Checkpoint(self.prepared / f"{key}.safetensors", key)
             rng = seeded("prepare", type(attack).__qualname__)
-            made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
+            made = attack.prepare(aim, rng, self._kept(key, resources))
             if made.models:
                 raise InputError(
                     f"attack {case.attack!r} says that it changes no model, but its prepare() gave "
                     "one to send: set manipulates = True"
                 )
             finished.save(made.kept)
-            place.path.unlink(missing_ok=True)
+            (self.prepared / f"{key}.safetensors").unlink(missing_ok=True)
+            shutil.rmtree(self.prepared / key, ignore_errors=True)
             kept = finished.load()  # as all later trials meet it
             assert kept is not None
             return kept

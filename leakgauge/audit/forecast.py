@@ -50,7 +50,7 @@ from leakgauge.fl import played
 from leakgauge.fl.local import step_count
 from leakgauge.fl.simulate import initial_model, records_of
 from leakgauge.tensors import raw, seeded
-from leakgauge.types import Attack, Iterative, PreparedAttack, Resources
+from leakgauge.types import Attack, Iterative, Learned, PreparedAttack, Resources
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
 ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
@@ -272,8 +272,13 @@ class _Trying:
         # Where clients train on all they hold, how many records that is follows from the seed.
         records = case.seed if scenario.records == "all" else scenario.records
         clients = scenario.present
-        asked = scenario.training, records, clients, case.threat(self.plan).actor
-        return repr(attack), self._weights[case.seed], trained, asked
+        who = case.threat(self.plan)
+        asked = scenario.training, records, clients, who.actor
+        behind = 1 if threat.sees_one(who.actor) else clients
+        adaptive = self.plan.document.audit.adaptive
+        learned = isinstance(attack, Learned) and threat.defends(who, behind, adaptive=adaptive)
+        defence = repr(scenario.defence) if learned else None
+        return repr(attack), self._weights[case.seed], trained, asked, defence
 
     def _fitted(self, case: Case, attack: Iterative, restarts: int) -> float:
         """The cost of all its iterations: fixed part + iterations × cost of each."""
@@ -324,7 +329,7 @@ def _work(plan: Plan, case: Case) -> int:
     steps = step_count(
         records_of(scenario, len(scenario.data) // scenario.clients), scenario.training
     )
-    alone = case.threat(plan).actor == "server"
+    alone = threat.sees_one(case.threat(plan).actor)
     clients = 1 if alone else scenario.present
     return steps * scenario.training.batch_size * clients
 
