@@ -183,8 +183,9 @@ def _held(setting: Setting, threat: ThreatModel) -> Setting:
 def adapted(seen: Observation, defence: Defence | None) -> Observation:
     """What the attacker holds once it has done what one does who knows this defence: its rule and
     its numbers, never its memory or its randomness. Unchanged where there is no defence, where it
-    says no way, or where the attacker was not told of it."""
-    if seen.announced is None or not isinstance(defence, Answered):
+    says no way, or where the attacker was not told of it or lacks the weights, by which an answer
+    may run the model."""
+    if seen.announced is None or seen.weights is None or not isinstance(defence, Answered):
         return seen
     answer = defence.answered(seen)
     return replace(seen, update=answer.update, answer=answer)

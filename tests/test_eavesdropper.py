@@ -316,7 +316,7 @@ def test_before_a_round_nobody_holds_more_than_after_it(grants: Any) -> None:
 
 def test_the_key_follows_the_weights_that_the_attack_does_not_hold() -> None:
     def key(round_: Round, threat: ThreatModel = EAVESDROPPER) -> str:
-        return key_of(Nearest(), before(round_, threat, DIGITS), None, round_.model)
+        return key_of(Nearest(), before(round_, threat, DIGITS), None, round_)
 
     one = played()
     other = played()
@@ -328,14 +328,18 @@ def test_the_key_follows_the_weights_that_the_attack_does_not_hold() -> None:
         "a defence": key(played(defence=Clip(0.1))),
         "another defence": key(played(defence=Clip(0.2))),
         "another round of it": key(replace(played(defence=Clip(0.2)), index=3)),
+        "another training, which it is not told": key(played(LocalTraining(batch_norm="eval"))),
+        "another server": key(played(server_lr=0.5)),
         "a view with weights": key(one, ThreatModel("eavesdropper", frozenset({"weights"}))),
         "a server's view": key(one, ThreatModel()),
         "no weights, but the training": key(one, TOLD),
     }
     assert len(set(keys.values())) == len(keys)
     assert key(played()) == keys["as it is"]
-    with pytest.raises(InputError, match="this target holds none"):
-        key_of(Nearest(), before(one, EAVESDROPPER, DIGITS))
+    for grants in (frozenset({"weights"}), frozenset({"training"})):
+        with pytest.raises(InputError, match="this target holds them not: give the round"):
+            key_of(Nearest(), before(one, ThreatModel("eavesdropper", grants), DIGITS))
+    key_of(Nearest(), before(one, ThreatModel(), DIGITS))
 
 
 # --- an audit ----------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ from leakgauge.types import (
     Target,
 )
 
+FINISHED = ".finished.safetensors"  # ends the name of what is prepared to the end
 HISTORY_POINTS = 200
 Progress: TypeAlias = Callable[[int, int, float], None]
 """Called with steps done, steps in all and the objective."""
@@ -78,6 +79,7 @@ class Bench:
         self.measures = measures or {n: metrics.loaded(one) for n, one in plan.metrics.items()}
         self._attacks = plan.attacks  # also where a forecast shortens them: they prepare the same
         self._preparing = 0.0  # CPU seconds of the running trial
+        self._fit = 0.0  # of what it found prepared, or prepared itself
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
@@ -90,10 +92,11 @@ class Bench:
     def trial(self, case: Case, progress: Progress) -> Done:
         """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
-        self._preparing = 0.0
+        self._preparing = self._fit = 0.0
 
         def took() -> Times:
-            return Times(time.monotonic() - began, time.process_time() - cpu, self._preparing)
+            wall, spent = time.monotonic() - began, time.process_time() - cpu
+            return Times(wall, spent, self._preparing, self._fit)
 
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
         seen = None
@@ -188,7 +191,7 @@ class Bench:
         if not attack.manipulates:
             return round_, self.fitted(case, round_, resources)
         aim = self._aim(case, attack, round_)
-        key = key_of(attack, aim, rng, round_.model)
+        key = key_of(attack, aim, rng, round_)
         made = attack.prepare(aim, rng, self._kept(key, resources))
         shutil.rmtree(self.prepared / key, ignore_errors=True)
         if made.models:
@@ -214,27 +217,42 @@ class Bench:
         """What an attack that changes no model prepares for this round. It is drawn from a seed of
         its own, so that every trial with the same model, training and public records meets what
         the first one of them has finished; one that comes while that is at work waits for it."""
-        attack = self._attacks[case.attack]
-        assert isinstance(attack, PreparedAttack)
-        aim = self._aim(case, attack, round_)
-        key = key_of(attack, aim, model=round_.model)
-        finished = Checkpoint(self.prepared / f"{key}.finished.safetensors", key)
+        attack, aim, finished = self._sought(case, round_)
+        key = finished.key
         with alone(self.prepared / f"{key}.lock"):
-            if (kept := finished.load()) is not None:
+            if (found := finished.finished()) is not None:
+                kept, self._fit = found
                 return kept
             rng = seeded("prepare", type(attack).__qualname__)
+            began = time.process_time()
             made = attack.prepare(aim, rng, self._kept(key, resources))
+            spent = time.process_time() - began
             if made.models:
                 raise InputError(
                     f"attack {case.attack!r} says that it changes no model, but its prepare() gave "
                     "one to send: set manipulates = True"
                 )
-            finished.save(made.kept)
+            told = made.kept.facts.get("cpu_seconds")  # with what it took before it was stopped
+            finished.save(made.kept, told if isinstance(told, int | float) else spent)
             (self.prepared / f"{key}.safetensors").unlink(missing_ok=True)
             shutil.rmtree(self.prepared / key, ignore_errors=True)
-            kept = finished.load()  # as all later trials meet it
-            assert kept is not None
+            found = finished.finished()  # as all later trials meet it
+            assert found is not None
+            kept, self._fit = found
             return kept
+
+    def fitted_before(self, case: Case, round_: Exchange) -> float | None:
+        """The CPU seconds that a finished preparation of this case took; None if there is none."""
+        found = self._sought(case, round_)[2].finished()
+        return None if found is None else found[1]
+
+    def _sought(self, case: Case, round_: Exchange) -> tuple[PreparedAttack, Target, Checkpoint]:
+        """The attack, what it prepares with, and where that lies when it is finished."""
+        attack = self._attacks[case.attack]
+        assert isinstance(attack, PreparedAttack)
+        aim = self._aim(case, attack, round_)
+        key = key_of(attack, aim, behind=round_)
+        return attack, aim, Checkpoint(self.prepared / f"{key}{FINISHED}", key)
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
         """With what the guard of the attacked client, without a memory, says of the model sent to
