@@ -253,6 +253,80 @@ def tradeoff(
     raise typer.Exit(result.tradeoff.exit_code)
 
 
+@app.command()
+def fit(
+    plan: Annotated[Path, typer.Argument(help="A plan (TOML), or a folder of captured rounds.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the audit (default: leakgauge-audit/NAME, as there)."),
+    ] = None,
+) -> None:
+    """Prepare what the attacks of PLAN learn before they see an update, and nothing else.
+
+    Lists every preparation that trials share with its forecast cost, then makes those that are not
+    there yet. `leakgauge audit PLAN` with the same --out goes on from there; it makes what is
+    missing itself. Stopped or killed, the same command goes on from the last checkpoint. Exit
+    codes: 0 all is made, 2 the plan is wrong or nothing can be made, 3 some could not be made, 70
+    an unexpected error, 130 interrupted. `module:callable` in a plan is code, and it is run.
+    """
+    from leakgauge import audit as audits
+    from leakgauge.audit import fit as fits
+    from leakgauge.report import terminal
+
+    read = audits.read(plan)
+    store = audits.Store(out or Path("leakgauge-audit") / read.name)
+    with _progress() as progress:
+        whole = progress.add_task("calibrating", total=None, note="")
+        bars: list[TaskID] = []
+
+        def calibrate(attack: str) -> None:
+            progress.update(whole, note=f"trying {attack} for a moment")
+
+        def listed(found: tuple[fits.Fit, ...]) -> None:
+            if found:
+                progress.console.print(terminal.fit_table(read.name, found))
+            left = sum(not one.done and one.reason is None for one in found)
+            progress.update(whole, description="fits", total=left, note="")
+
+        def begin(one: fits.Fit) -> None:
+            bars.append(progress.add_task(one.case.attack, total=None, note=""))
+
+        def step(done: int, total: int, objective: float) -> None:
+            progress.update(bars[-1], completed=done, total=total, note=f"{objective:.2e}")
+
+        def end(one: fits.Fit) -> None:
+            progress.remove_task(bars.pop())
+            progress.advance(whole)
+
+        watch = fits.Watch(listed, calibrate, begin, step, end)
+        try:
+            found = fits.fit(read, store, watch)
+        except KeyboardInterrupt:
+            errors.print("interrupted: the same command goes on from the last checkpoint")
+            raise typer.Exit(130) from None
+    if not found:
+        console.print(
+            f"nothing to fit: no attack of {read.name} prepares what several trials share",
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
+        return
+    for one in found:
+        if one.reason is not None:
+            console.print(f"[yellow]note:[/] {escape(f'{one.case.attack}: {one.reason}')}")
+    made = [one for one in found if one.done]
+    if not made:
+        raise NotApplicable("nothing that the attacks of the plan prepare can be made")
+    spent = sum(one.cpu_seconds for one in made)
+    then = f"leakgauge audit {plan}" + (f" --out {out}" if out else "")
+    console.print(
+        f"{len(made)} of {len(found)} fits are there, {spent:.1f} CPU seconds in all: "
+        f"{store.prepared}\n`{then}` goes on from here",
+        soft_wrap=True, markup=False, highlight=False,
+    )  # fmt: skip
+    if len(made) < len(found):
+        raise typer.Exit(3)
+
+
 @dataclass(frozen=True)
 class _Options:
     """What audits and trade-offs are told on the command line."""

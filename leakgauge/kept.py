@@ -27,7 +27,7 @@ from leakgauge.config import plain
 from leakgauge.errors import CheckpointError, InputError
 from leakgauge.files import read_tensors, write_tensors
 from leakgauge.tensors import raw
-from leakgauge.types import Attack, Kept, Target
+from leakgauge.types import Attack, Exchange, Kept, Target
 
 FACTS = "facts"  # the tensor that holds the facts, as the bytes of their JSON
 
@@ -39,9 +39,11 @@ class Checkpoint:
     path: Path
     key: str
 
-    def save(self, kept: Kept) -> None:
+    def save(self, kept: Kept, seconds: float | None = None) -> None:
+        """Keep it; `seconds` of CPU time are what a finished one took."""
+        content = {"key": self.key, "facts": dict(kept.facts), "seconds": seconds}
         try:
-            facts = json.dumps({"key": self.key, "facts": dict(kept.facts)}).encode()
+            facts = json.dumps(content).encode()
         except (TypeError, ValueError) as error:
             raise InputError(
                 "what a preparation keeps must be tensors and plain facts (numbers, texts, lists "
@@ -52,13 +54,19 @@ class Checkpoint:
 
     def load(self) -> Kept | None:
         """What was kept, or None if nothing was; refused if it is of another preparation."""
+        found = self.finished()
+        return found and found[0]
+
+    def finished(self) -> tuple[Kept, float] | None:
+        """The same, and the seconds that it took."""
         if not self.path.exists():
             return None
         tensors = read_tensors(self.path)
         try:
             content = json.loads(tensors.pop(FACTS).numpy().tobytes())
             key, facts = content["key"], content["facts"]
-        except (KeyError, ValueError, TypeError) as error:
+            seconds = float(content.get("seconds") or 0.0)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{self.path} is not what a preparation keeps: remove it to start anew"
             ) from error
@@ -67,7 +75,7 @@ class Checkpoint:
                 f"{self.path} was kept with other options, another model, other public records or "
                 "another seed: name another file, or remove it to start anew"
             )
-        return Kept(tensors, facts)
+        return Kept(tensors, facts), seconds
 
 
 @contextmanager
@@ -86,18 +94,34 @@ def alone(path: Path) -> Iterator[None]:
                 return  # else the holder before us has removed it meanwhile
 
 
-def key_of(attack: Attack, target: Target, rng: torch.Generator | None = None) -> str:
-    """Differs when a preparation could; `rng` is left out where it is always the same."""
+def key_of(
+    attack: Attack,
+    target: Target,
+    rng: torch.Generator | None = None,
+    behind: Exchange | None = None,
+) -> str:
+    """Differs when a preparation could; `rng` is left out where it is always the same. `behind` is
+    the round itself: what queries give follows from its weights and its training, whether or not
+    the target holds them."""
+    model, told = target.model, plain(target.training)
+    if behind is not None:
+        model, told = behind.model, [told, plain(behind.training), behind.server_lr]
+    elif target.weights is None or (target.training is None and target.query is not None):
+        raise InputError(
+            "what is kept is found again by the weights and the training behind it, and this "
+            "target holds them not: give the round as `behind`"
+        )
     options = attack if dataclasses.is_dataclass(attack) else getattr(attack, "__dict__", {})
-    told = [
+    content = [
         f"{type(attack).__module__}:{type(attack).__qualname__}", plain(options),
-        plain(target.training), target.records, target.clients,
-        str(target.record), str(target.task), str(target.model),
+        told, target.records, target.clients,
+        str(target.record), str(target.task), str(target.model), target.weights is None,
+        target.query is None, target.defence and [target.defence, target.round],
     ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(told, default=str).encode())
+    digest = hashlib.sha256(json.dumps(content, default=str).encode())
     public = () if target.public is None else (target.public.inputs, target.public.labels)
     drawn = () if rng is None else (rng.get_state(),)
-    for tensor in (*target.model.state_dict().values(), *public, *drawn):
+    for tensor in (*model.state_dict().values(), *public, *drawn):
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(raw(tensor))
     return digest.hexdigest()

@@ -4,20 +4,26 @@
 model does not grant is not in the observation. Everything handed over is a detached copy, so no
 autograd graph, no gradient slot and no shared storage leads back to the truth.
 
-| actor     | sees                                                     |
-|-----------|----------------------------------------------------------|
-| server    | the global model and one client's own update             |
-| aggregate | the global model and the weighted mean of all updates,   |
-|           | which secure aggregation may have rounded                |
-| client    | two consecutive global models, and its own records       |
+| actor        | sees                                                    |
+|--------------|---------------------------------------------------------|
+| server       | the global model and one client's own update            |
+| aggregate    | the global model and the weighted mean of all updates,  |
+|              | which secure aggregation may have rounded               |
+| client       | two consecutive global models, and its own records      |
+| eavesdropper | one client's own update, and of the model its layers    |
+|              | and shapes alone: the weights have no values (`meta`)   |
 
 A *malicious* server or aggregate may also change the model that it sends.
 
+An eavesdropper reads what a client sends and got that client to train on records of its own, so
+that it knows which update a record causes (`Target.query`) without knowing by what weights.
+
 Any of them may hold *public* records of the same kind, which are no client's: they are not granted,
-as anybody can have some. It prepares with them before the round (`Target.public`) and keeps what it
-made of them (`Observation.kept`). A plan declares them as `federation.public`, and only there they
-can be withheld, with `public = 0`. Where it says nothing, a malicious server is given some of its
-records, and an attack that needs public records the photographs that come with the package.
+as anybody can have some. It prepares with them before the round (`before` is what it holds then)
+and keeps what it made of them (`Observation.kept`). A plan declares them as `federation.public`,
+and only there they can be withheld, with `public = 0`. Where it says nothing, a malicious server is
+given some of its records, and an attack that needs public records the photographs that come with
+the package.
 """
 
 from __future__ import annotations
@@ -33,22 +39,29 @@ from leakgauge.errors import PlanError, Withheld
 from leakgauge.files import some
 from leakgauge.fl import aggregate
 from leakgauge.fl.local import ready, together
+from leakgauge.fl.model import stripped
+from leakgauge.fl.simulate import target
 from leakgauge.fl.statistics import batch_statistics
-from leakgauge.tensors import check_like, subtract
+from leakgauge.tensors import check_like, scale, subtract
 from leakgauge.types import (
     Actor,
     Answered,
     Attack,
     Batch,
+    Dataset,
     Defence,
     Exchange,
     Kept,
     Knowledge,
+    Named,
     Observation,
     PreparedAttack,
+    Query,
     Realism,
     Round,
+    Setting,
     Statistics,
+    Target,
     ThreatModel,
 )
 
@@ -61,12 +74,14 @@ KNOWLEDGE: dict[str, str] = {
     "own": "the attacking client's own records",
     "statistics": "mean and variance of the private batch at every batch-norm layer",
     PUBLIC: "public records of the same kind, which are no client's",
+    "weights": "the values of the global model's weights",
 }
 
 PROTOCOL: dict[Actor, frozenset[Knowledge]] = {  # what each actor is told in any case
-    "server": frozenset({"training", "records"}),
-    "aggregate": frozenset({"training", "records"}),
-    "client": frozenset({"training", "own"}),
+    "server": frozenset({"training", "records", "weights"}),
+    "aggregate": frozenset({"training", "records", "weights"}),
+    "client": frozenset({"training", "own", "weights"}),
+    "eavesdropper": frozenset({"records"}),
 }
 
 
@@ -80,10 +95,10 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
         raise PlanError(
             f"threat.client is {threat.client}, but {len(exchange.updates)} clients took part"
         )
-    if exchange.secure is not None and threat.actor == "server":
+    if exchange.secure is not None and sees_one(threat.actor):
         raise PlanError(
-            'threat.actor is "server", but behind secure aggregation no server sees the update of '
-            'one client: use actor "aggregate", or leave federation.secure out'
+            f'threat.actor is "{threat.actor}", but behind secure aggregation nobody sees the '
+            'update of one client: use actor "aggregate", or leave federation.secure out'
         )
     seen = victims(exchange, threat)
     model = sent_to(exchange, threat)
@@ -94,20 +109,19 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
     else:
         for k in seen:
             check_like(exchange.updates[k], before.items(), f"the update of client {k}")
-        if threat.actor == "server":
+        if sees_one(threat.actor):
             update = exchange.updates[threat.client]
         else:
             update = aggregate.mean(
                 exchange.updates, exchange.weights, exchange.sizes, exchange.secure
             )
-    model = copy.deepcopy(model)
-    model.zero_grad(set_to_none=True)
-    told = "training" in threat.grants
+    grants = granted(threat)
+    told = "training" in grants
     return Observation(
-        setting=replace(exchange.setting, model=model),
+        setting=_held(replace(exchange.setting, model=model), threat),
         update={name: value.detach().clone() for name, value in update.items()},
         training=together(exchange.training, len(seen)) if told else None,
-        records=sum(exchange.sizes[k] for k in seen) if "records" in threat.grants else None,
+        records=sum(exchange.sizes[k] for k in seen) if "records" in grants else None,
         kept=kept,
         announced=exchange.announced if told else None,
         round=exchange.index,
@@ -115,33 +129,85 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
     )
 
 
+def before(
+    exchange: Exchange,
+    threat: ThreatModel,
+    public: Dataset | None = None,
+    *,
+    adaptive: bool = True,
+) -> Target:
+    """What the attacker of this threat model can prepare with before this round. A client sees what
+    the server makes of updates: `server_lr` is in what it reads, and in its queries."""
+    defence = passed(exchange, threat, adaptive=adaptive)
+    aim = target(exchange, public, victims(exchange, threat), defence)
+    query = aim.query
+    if threat.actor == "client" and query is not None:
+        query = _scaled(query, exchange.server_lr)
+    training = aim.training if "training" in granted(threat) else None
+    return replace(aim, setting=_held(aim.setting, threat), training=training, query=query)
+
+
+def passed(exchange: Exchange, threat: ThreatModel, *, adaptive: bool = True) -> Defence | None:
+    """The defence that this attacker's queries pass through. Of captured rounds nobody knows it."""
+    behind = len(victims(exchange, threat))
+    if not isinstance(exchange, Round) or not defends(threat, behind, adaptive=adaptive):
+        return None
+    return exchange.defence
+
+
+def defends(threat: ThreatModel, behind: int, *, adaptive: bool = True) -> bool:
+    """Whether queries pass through the defence of the round. The client that an eavesdropper got to
+    train on its records applies it unasked. Any other attacker plays the client, and applies what
+    it knows: it was told of the training, it is `adaptive`, and one client is `behind` the
+    update."""
+    knows = adaptive and "training" in granted(threat) and behind == 1
+    return threat.actor == "eavesdropper" or knows
+
+
+def _scaled(query: Query, factor: float) -> Query:
+    def scaled(batch: Batch, rng: torch.Generator) -> Named:
+        return scale(query(batch, rng), factor)
+
+    return scaled
+
+
+def _held(setting: Setting, threat: ThreatModel) -> Setting:
+    """A copy of the setting as this attacker holds it: with the weights, or without values."""
+    if "weights" not in holds(threat):
+        return replace(setting, model=stripped(setting.model))
+    model = copy.deepcopy(setting.model)
+    model.zero_grad(set_to_none=True)
+    return replace(setting, model=model)
+
+
 def adapted(seen: Observation, defence: Defence | None) -> Observation:
     """What the attacker holds once it has done what one does who knows this defence: its rule and
     its numbers, never its memory or its randomness. Unchanged where there is no defence, where it
-    says no way, or where the attacker was not told of it."""
-    if seen.announced is None or not isinstance(defence, Answered):
+    says no way, or where the attacker was not told of it or lacks the weights, by which an answer
+    may run the model."""
+    if seen.announced is None or seen.weights is None or not isinstance(defence, Answered):
         return seen
     answer = defence.answered(seen)
-    return replace(seen, update=answer.update, answer=answer)
+    return replace(seen, update=answer.update, sent=seen.update, answer=answer)
 
 
 def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
     """What is granted of the truth, by the name of its field."""
-    granted = set(threat.grants & {"labels", "statistics"})
-    granted |= {"own"} if threat.actor == "client" else set()
-    if not granted:
+    wanted = set(granted(threat) & {"labels", "statistics"})
+    wanted |= {"own"} if threat.actor == "client" else set()
+    if not wanted:
         return {}
     if not isinstance(exchange, Round):
         raise Withheld(
-            f"nobody knows the truth behind these updates, so {some(granted)} cannot be granted: "
+            f"nobody knows the truth behind these updates, so {some(wanted)} cannot be granted: "
             "leave it out of threat.grants, choose another threat.actor, or record the truths"
         )
     found: dict[str, Any] = {}
-    if "labels" in granted:
+    if "labels" in wanted:
         found["labels"] = covered(exchange, threat).labels.clone()
-    if "statistics" in granted:
+    if "statistics" in wanted:
         found["statistics"] = _statistics(exchange, threat)
-    if "own" in granted:
+    if "own" in wanted:
         own = exchange.truths[threat.client]
         found["own"] = Batch(own.inputs.clone(), own.labels.clone())
     return found
@@ -164,7 +230,22 @@ def covered(round_: Round, threat: ThreatModel) -> Batch:
 
 def victims(exchange: Exchange, threat: ThreatModel) -> list[int]:
     """The clients whose records are behind the observed update."""
-    return [threat.client] if threat.actor == "server" else list(range(len(exchange.updates)))
+    return [threat.client] if sees_one(threat.actor) else list(range(len(exchange.updates)))
+
+
+def sees_one(actor: Actor) -> bool:
+    """Whether it reads the update of one client, not what became of all of them."""
+    return actor in ("server", "eavesdropper")
+
+
+def granted(threat: ThreatModel) -> frozenset[Knowledge]:
+    """What is granted. A threat model that does not say it grants the training and the number of
+    records, and an eavesdropper that number alone: it makes its own pairs of so many records."""
+    if threat.grants is not None:
+        return threat.grants
+    if threat.actor == "eavesdropper":
+        return PROTOCOL["eavesdropper"]
+    return frozenset({"training", "records"})
 
 
 def sent_to(exchange: Exchange, threat: ThreatModel) -> nn.Module:
@@ -178,11 +259,13 @@ def holds(threat: ThreatModel, public: int = 0) -> frozenset[str]:
     """All knowledge of this attacker: what is granted, and what the actor has by itself.
 
     Only a client has records of its own, and everybody the `public` records, if there are any: no
-    grant gives either.
+    grant gives either. Everybody but an eavesdropper has the weights.
     """
-    held: set[str] = set(threat.grants - {"own", PUBLIC})
+    held: set[str] = set(granted(threat) - {"own", PUBLIC})
     if threat.actor == "client":
         held.add("own")
+    if threat.actor != "eavesdropper":
+        held.add("weights")
     if public:
         held.add(PUBLIC)
     return frozenset(held)
@@ -191,7 +274,7 @@ def holds(threat: ThreatModel, public: int = 0) -> frozenset[str]:
 def check(name: str, attack: Attack, threat: ThreatModel, *, public: bool = True) -> None:
     """Refuse an attack that needs what is withheld, before it runs, with the remedy. `public` says
     whether this attacker has public records."""
-    if manipulates(attack) and (not threat.malicious or threat.actor == "client"):
+    if manipulates(attack) and not (threat.malicious and sends(threat.actor)):
         raise Withheld(
             f"attack {name!r} changes the model that clients receive, which this {threat.actor!r} "
             'does not: set threat.malicious = true with actor "server" or "aggregate" if your '
@@ -216,19 +299,25 @@ def manipulates(attack: Attack) -> bool:
     return isinstance(attack, PreparedAttack) and attack.manipulates
 
 
+def sends(actor: Actor) -> bool:
+    """Whether it sends the clients their model, and so could change it."""
+    return actor in ("server", "aggregate")
+
+
 def realism(threat: ThreatModel, attack: Attack | None = None) -> Realism:
     """The tag that stands beside every number: what the attacker did and had been given.
 
     *realistic*: only looks, at what the protocol shows this actor anyway; *active*: changes the
     model that the clients receive; *informed*: only looks, but knows more, of a kind that is not
-    private (a client that knows how many records took part); *oracle*: was told truths that no
-    attacker would have. Public records change no tag: anybody can have some. An `attack` that only
-    looks is not active, whoever runs it; without one, the tag is that of the strongest attack that
-    the threat model allows.
+    private (a client that knows how many records took part, an eavesdropper that knows the
+    weights); *oracle*: was told truths that no attacker would have. Public records change no tag:
+    anybody can have some. An `attack` that only looks is not active, whoever runs it; without one,
+    the tag is that of the strongest attack that the threat model allows.
     """
-    if threat.grants & {"labels", "statistics"}:
+    grants = granted(threat)
+    if grants & {"labels", "statistics"}:
         return "oracle"
-    if threat.malicious and threat.actor != "client" and (attack is None or manipulates(attack)):
+    if threat.malicious and sends(threat.actor) and (attack is None or manipulates(attack)):
         return "active"
-    more = threat.grants - PROTOCOL[threat.actor] - {"own", PUBLIC}
+    more = grants - PROTOCOL[threat.actor] - {"own", PUBLIC}
     return "informed" if more else "realistic"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -22,8 +23,10 @@ Named: TypeAlias = dict[str, Tensor]
 Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance by channel of what enters a batch-norm layer, keyed by the layer's name."""
 
-Actor: TypeAlias = Literal["server", "aggregate", "client"]
-Knowledge: TypeAlias = Literal["training", "records", "labels", "own", "statistics", "public"]
+Actor: TypeAlias = Literal["server", "aggregate", "client", "eavesdropper"]
+Knowledge: TypeAlias = Literal[
+    "training", "records", "labels", "own", "statistics", "public", "weights"
+]
 Stopped: TypeAlias = Literal["done", "time", "patience"]
 Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
 
@@ -124,6 +127,17 @@ class _Set:
 
 
 @dataclass(frozen=True)
+class _Seen(_Set):
+    """What may be held without the values of the model's weights: it is then on the device "meta",
+    layers and shapes without numbers."""
+
+    @property
+    def weights(self) -> Named | None:
+        held: Named = dict(self.model.named_parameters())
+        return None if any(value.is_meta for value in held.values()) else held
+
+
+@dataclass(frozen=True)
 class Exchange(_Set):
     """What travelled in one round, simulated or captured.
 
@@ -164,12 +178,13 @@ class Round(Exchange):
 class ThreatModel:
     """Who attacks and what is granted beyond the actor's own view.
 
-    `client` is the victim of a server, and the attacker itself when the actor is a client.
-    `malicious` servers may change the model that they send; others only look.
+    `grants=None` leaves it to the actor what it knows (`threat.granted`). `client` is the victim of
+    a server or an eavesdropper, and the attacker itself when the actor is a client. `malicious`
+    servers may change the model that they send; others only look.
     """
 
     actor: Actor = "server"
-    grants: frozenset[Knowledge] = frozenset({"training", "records"})
+    grants: frozenset[Knowledge] | None = None
     client: int = 0
     malicious: bool = False
 
@@ -184,14 +199,16 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Observation(_Set):
+class Observation(_Seen):
     """All an attacker holds. A field is None exactly when it is withheld.
 
-    `update` is before − after: of one client (server), or of the whole round (aggregate, client).
+    `update` is before − after: of one client (server, eavesdropper), or of the whole round
+    (aggregate, client).
     `kept` is what the attack kept when it was prepared; the model is then what a malicious server
     sent (to the victim, where each client got its own; to the first one behind an aggregate).
     `announced` is what the clients' defence tells of itself, known with the training. `answer` is
-    what its attacker makes of knowing that defence (threat.adapted); `update` is then the answer's.
+    what its attacker makes of knowing that defence (threat.adapted); `update` is then the answer's,
+    and `sent` what the client sent.
     `round` is the number of the round. `begin` is the attacker's own earlier guess, from which a
     search starts; nobody else gives it.
     """
@@ -205,6 +222,7 @@ class Observation(_Set):
     kept: Kept | None = None
     announced: Mapping[str, object] | None = None
     answer: Answer | None = None
+    sent: Named | None = None
     round: int = 0
     begin: Reconstruction | None = None
 
@@ -222,7 +240,9 @@ class Resources:
     """Where and how long an attack may compute: parameters of the run, never of the method.
 
     `dtype=None` leaves the precision to the attack; `progress(done, total, objective)` is called
-    once per iteration. A long preparation is kept in `checkpoint`, and goes on from there.
+    once per iteration. A long preparation is kept in `checkpoint`, and goes on from there; `folder`
+    is where it may put what is too large for that. Whoever writes there makes the folder; it is
+    removed when the preparation is finished.
     """
 
     device: str = "cpu"
@@ -230,6 +250,7 @@ class Resources:
     seconds: float | None = None
     progress: Callable[[int, int, float], None] | None = None
     checkpoint: Keeps | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -287,15 +308,28 @@ class Restorer(Protocol):
     def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Target(_Set):
-    """What an attacker can prepare for before a round: the honest global model, what the protocol
-    tells it, and `public` records of the same kind that are no client's."""
+Query: TypeAlias = Callable[[Batch, torch.Generator], Named]
+"""Records to the update that they cause: detached, float32, on the CPU."""
 
-    training: LocalTraining
+
+@dataclass(frozen=True)
+class Target(_Seen):
+    """What an attacker can prepare for before a round: the honest global model, what the protocol
+    tells it, and `public` records of the same kind that are no client's.
+
+    `query(batch, rng)` is the update that would be sent of these records, as many as `records`:
+    with this model and training, and after the `defence` that is named here, whose memory is fresh.
+    One who does not hold the weights, or does not know the training, has it from a client that it
+    got to train on records of its own.
+    """
+
+    training: LocalTraining | None
     records: int  # behind the update that it will read
     clients: int = 1
     public: Dataset | None = None
+    query: Query | None = None
+    defence: str | None = None
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -318,6 +352,15 @@ class PreparedAttack(Attack, Protocol):
     def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
     ) -> Preparation: ...
+
+
+@runtime_checkable
+class Learned(PreparedAttack, Protocol):
+    """Learns from so many `pairs` of public records and the updates that they cause
+    (`Target.query`). A defence is inside those pairs: it reads updates as they were sent."""
+
+    @property
+    def pairs(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import decay
 from leakgauge.metrics.identify import reidentified
 from leakgauge.records import AS_THEY_ARE, Scale
-from leakgauge.threat import check, covered, observe
+from leakgauge.threat import before, check, covered, observe
 from leakgauge.types import (
     Attack,
     Batch,
@@ -117,6 +117,8 @@ def tiny() -> nn.Module:
 
 def exactly(attack: Attack) -> ThreatModel:
     """The threat model that grants what the attack needs, and nothing else."""
+    if "weights" not in attack.needs:  # everybody else holds them
+        return ThreatModel(actor="eavesdropper", grants=attack.needs)
     actor = "client" if "own" in attack.needs else "server"
     return ThreatModel(actor=actor, grants=attack.needs - {"own"})
 
@@ -129,11 +131,10 @@ def public() -> Dataset:
 
 def shown(attack: Attack, round_: Round, threat: ThreatModel | None = None) -> Observation:
     """What the attacker holds: the observation, with what the attack prepared before the round."""
-    kept = None
+    kept, threat = None, threat or exactly(attack)
     if isinstance(attack, PreparedAttack):
-        target = Target(round_.setting, round_.training, round_.sizes[0], public=public())
-        kept = attack.prepare(target, seeded(3)).kept
-    return observe(round_, threat or exactly(attack), kept=kept)
+        kept = attack.prepare(before(round_, threat, public()), seeded(3)).kept
+    return observe(round_, threat, kept=kept)
 
 
 class Forbidden:
@@ -204,7 +205,7 @@ def test_another_seed_starts_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_the_observation_is_left_untouched(name: str, training: bool) -> None:
     attack = quick(name)
-    seen = shown(attack, played(tiny()))
+    seen = shown(attack, played(tiny()), ThreatModel(grants=attack.needs))
     seen.model.train(training)
     model, update = copy.deepcopy((seen.model.state_dict(), seen.update))
     attack.reconstruct(seen, seeded())
@@ -235,7 +236,8 @@ def test_is_refused_when_a_need_is_withheld(name: str) -> None:
     assert attack.needs
     round_ = played(tiny())
     for item in attack.needs - {"own", "public"}:
-        threat = ThreatModel(grants=attack.needs - {item})
+        actor = "eavesdropper" if item == "weights" else "server"
+        threat = ThreatModel(actor, grants=attack.needs - {item})
         with pytest.raises(Withheld, match=rf"{name}.*needs '{item}'.*threat.grants"):
             check(name, attack, threat)
         with pytest.raises(Withheld):  # and by the attack itself, if nobody asked
@@ -631,7 +633,7 @@ def test_total_variation_smooths_the_guess_of_inverting_gradients() -> None:
 
 def test_known_labels_are_used_as_granted() -> None:
     attack = InvertingGradients(iterations=3, labels="known")
-    assert attack.needs == {"training", "records", "labels"}
+    assert attack.needs == {"training", "records", "labels", "weights"}
     guess, truth = attacked(attack, played(tiny(), LocalTraining(batch_size=5)))
     assert guess.labels is not None
     assert guess.labels.tolist() == truth.labels.tolist()

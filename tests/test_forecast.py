@@ -13,6 +13,8 @@ from torch import nn
 
 from leakgauge.attacks import Analytic
 from leakgauge.audit import Plan, Store, Watch, forecast, parse, run
+from leakgauge.audit import fit as fitting
+from leakgauge.audit.fit import fit
 from leakgauge.errors import NotApplicable
 from leakgauge.types import (
     Here,
@@ -336,6 +338,26 @@ def test_a_preparation_of_an_attack_without_iterations_is_counted(
     found = forecast(plan)
     assert [(one.cpu_seconds, one.preparing) for one in found.attacks] == [(7.0, 20.0)]
     assert found.cpu_seconds == pytest.approx(spent(run(plan, Store(tmp_path)))) == 3 * 27
+
+
+def test_what_was_fitted_before_is_not_counted_again(tmp_path: Path, clock: Clock) -> None:
+    plan = planned(clock, {"fit": Fit(clock)}, federation=HARD)
+    [*made] = fit(plan, Store(tmp_path))
+    assert [one.cpu_seconds for one in made] == [51.0] * len(made)
+    result = run(plan, Store(tmp_path), calibrate=True)
+    assert not any(trial.times.preparing for trial in result.trials)
+    assert {trial.times.fit for trial in result.trials} == {51.0}
+    assert result.times.forecast is not None
+    assert result.times.forecast.cpu_seconds == pytest.approx(spent(result), rel=1e-6)
+
+
+def test_a_forecast_of_fits_is_what_they_take(tmp_path: Path, clock: Clock) -> None:
+    plan = planned(clock, {"fit": Fit(clock)}, federation=HARD)
+    told = fitting.planned(plan, tmp_path)
+    assert [one.cpu_seconds for one in told] == [51.0] * len(told)
+    listed: list[float] = []
+    fit(plan, Store(tmp_path), fitting.Watch(listed=lambda _: listed.append(clock.now)))
+    assert clock.now - listed[0] == pytest.approx(51.0 * len(told))
 
 
 def test_a_limit_of_seconds_is_one_of_the_preparation_too(clock: Clock) -> None:

@@ -294,7 +294,10 @@ def test_it_is_looked_for_beside_the_plan_first(folder: Path, tmp_path_factory: 
         ("theirs:Deaf", "'theirs:Deaf' has no reconstruct: expected what leakgauge.types.Attack"),
         ("shields:Half", "'shields:Half' has no needs"),
         ("theirs:Silent", "expected prepare and manipulates together"),
-        ("theirs:Wordy", "of labels, own, public, records, statistics, training; got ['tra"),
+        (
+            "theirs:Wordy",
+            "records, statistics, training, weights; got ['tra",
+        ),
         ("theirs:Asking", "got frozenset({'everything'})"),
         ("theirs:Broken", "its needs failed (KeyError: 'lost')"),
         ("theirs:Raising", "'theirs:Raising' could not be made (RuntimeError: not today)"),

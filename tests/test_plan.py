@@ -80,7 +80,7 @@ def test_a_short_plan_has_the_defaults():
     plan = parsed()
     federation, audit = plan.document.federation, plan.document.audit
     assert federation.training == LocalTraining()
-    assert plan.document.threat == ThreatModel()
+    assert plan.document.threat == ThreatModel(grants=frozenset({"training", "records"}))
     assert plan.defences == {"none": None}
     assert plan.partition == Iid()
     assert federation.rounds == (0,)

@@ -227,7 +227,7 @@ def test_a_malicious_server_meets_the_same_ring(model, easy):
 
 def test_no_server_sees_one_update_behind_it(model, easy):
     played = simulate(scenario(model, easy, secure=SecureSum()), seeded())
-    with pytest.raises(PlanError, match="no server sees the update of one client"):
+    with pytest.raises(PlanError, match="nobody sees the update of one client"):
         observe(played, ThreatModel("server"))
 
 
@@ -257,7 +257,7 @@ def test_a_plan_says_how_the_sum_is_made():
 @pytest.mark.parametrize(
     ("secure", "threat", "why"),
     [
-        ({}, {"actor": "server"}, "no server sees the update of one client"),
+        ({}, {"actor": "server"}, "nobody sees the update of one client"),
         ({"dropped": 0.5}, {}, "2 of 4 clients drop out"),
         ({"dropped": [3]}, {"client": 3}, "threat.client is 3, but 3 clients"),
         ({"clip": 1.0, "bits": 32}, {}, "does not fit"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import get_args
 
 import pytest
@@ -20,7 +20,7 @@ from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
 from leakgauge.records import Images
 from leakgauge.tensors import parameters
-from leakgauge.threat import KNOWLEDGE, check, covered, holds, observe, realism
+from leakgauge.threat import KNOWLEDGE, check, covered, granted, holds, observe, realism
 from leakgauge.types import (
     Actor,
     Batch,
@@ -95,7 +95,7 @@ def played(model: nn.Module) -> Round:
 # --- possession --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("actor", ["server", "aggregate"])
+@pytest.mark.parametrize("actor", ["server", "aggregate", "eavesdropper"])
 @pytest.mark.parametrize("grants", [s for s in SUBSETS if not s & TRUTHS], ids=sorted)
 def test_the_truth_is_not_touched_by_what_a_server_sees(played, actor, grants):
     sealed = replace(played, truths=(Untouchable(), Untouchable()))
@@ -119,6 +119,9 @@ def test_a_field_is_none_exactly_when_it_is_withheld(played, actor, grants):
     assert (seen.records is None) == ("records" not in grants)
     assert (seen.labels is None) == ("labels" not in grants)
     assert (seen.own is None) == (actor != "client")
+    assert (seen.weights is None) == (actor == "eavesdropper" and "weights" not in grants)
+    tensors = seen.model.state_dict().values()
+    assert all(value.is_meta == (seen.weights is None) for value in tensors)
 
 
 def test_what_is_granted_is_what_happened(played):
@@ -127,20 +130,21 @@ def test_what_is_granted_is_what_happened(played):
     for threat, records, labels in (
         (ThreatModel("server", grants, client=0), 1, first),
         (ThreatModel("server", grants, client=1), 3, second),
+        (ThreatModel("eavesdropper", grants, client=1), 3, second),
         (ThreatModel("aggregate", grants), 4, torch.cat([first, second])),
         (ThreatModel("client", grants, client=1), 4, torch.cat([first, second])),
     ):
         seen = observe(played, threat)
         assert seen.records == records
         assert torch.equal(seen.labels, labels)
-        clients = 1 if threat.actor == "server" else 2
+        clients = 1 if threat.actor in ("server", "eavesdropper") else 2
         batch_size = clients * played.training.batch_size
         assert seen.training == replace(played.training, batch_size=batch_size)
         assert (seen.record.shape, seen.task.count) == ((3, 8, 8), 4)
         judged = covered(played, threat)
         assert len(judged) == records
         assert torch.equal(judged.labels, labels)
-        if threat.actor == "server":
+        if threat.actor in ("server", "eavesdropper"):
             assert torch.equal(judged.inputs, played.truths[threat.client].inputs)
         else:
             assert torch.equal(judged.inputs, torch.cat([t.inputs for t in played.truths]))
@@ -148,8 +152,8 @@ def test_what_is_granted_is_what_happened(played):
 
 def test_each_actor_sees_its_own_view_of_the_update(played):
     one, two = played.updates
-    for client in (0, 1):
-        seen = observe(played, ThreatModel("server", client=client))
+    for client, actor in product((0, 1), ("server", "eavesdropper")):
+        seen = observe(played, ThreatModel(actor, client=client))
         assert all(torch.equal(seen.update[n], played.updates[client][n]) for n in one)
     mean = {n: 0.25 * one[n] + 0.75 * two[n] for n in one}
     seen = observe(played, ThreatModel("aggregate"))
@@ -175,7 +179,7 @@ def captured(played: Round) -> Exchange:
     return exchange
 
 
-@pytest.mark.parametrize("actor", ["server", "aggregate"])
+@pytest.mark.parametrize("actor", ["server", "aggregate", "eavesdropper"])
 @pytest.mark.parametrize("grants", [s for s in SUBSETS if not s & TRUTHS], ids=sorted)
 def test_what_travelled_is_observed_without_truths(played, captured, actor, grants):
     threat = ThreatModel(actor, grants, client=1)
@@ -206,7 +210,7 @@ def test_nothing_of_an_unknown_truth_can_be_granted(captured, actor, grants):
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+    return {t.untyped_storage().data_ptr() for t in tensors if t.numel() and not t.is_meta}
 
 
 def handed_over(seen: Observation) -> list[Tensor]:
@@ -235,6 +239,9 @@ def test_nothing_handed_over_leads_back(played, actor):
     assert all(p.grad is None for p in seen.model.parameters())
     assert all(p.grad is not None for p in played.model.parameters())
     assert not storages(handed_over(seen)) & storages(kept_back(played))
+    if actor == "eavesdropper":
+        assert all(value.is_meta for value in seen.model.state_dict().values())
+        return
     for (name, mine), theirs in zip(
         seen.model.state_dict().items(), played.model.state_dict().values(), strict=True
     ):
@@ -260,6 +267,7 @@ FAULTS = {
     [
         ("server", "the update of client 1: "),
         ("aggregate", "the update of client 1: "),
+        ("eavesdropper", "the update of client 1: "),
         ("client", "the global model after the round: "),
     ],
 )
@@ -320,6 +328,25 @@ def test_a_refusal_says_the_remedy(needs, words):
         check("x", Needy(frozenset(needs)), ThreatModel())
 
 
+def test_who_lacks_the_weights_is_told_what_to_grant():
+    words = (
+        r"attack 'x' needs 'weights' \(the values of the global model's weights\), which this "
+        r"'eavesdropper' does not hold: add \['weights'\] to threat.grants if your attacker would"
+    )
+    needy = Needy(frozenset({"weights"}))
+    with pytest.raises(Withheld, match=words):
+        check("x", needy, ThreatModel("eavesdropper"))
+    check("x", needy, ThreatModel("eavesdropper", frozenset({"weights"})))
+    for actor in ("server", "aggregate", "client"):
+        check("x", needy, ThreatModel(actor, frozenset()))
+
+
+@pytest.mark.parametrize("actor", ["client", "eavesdropper"])
+def test_who_sends_no_model_changes_none(actor):
+    with pytest.raises(Withheld, match="changes the model that clients receive"):
+        check("x", RobbingTheFed(), ThreatModel(actor, malicious=True))
+
+
 def test_all_knowledge_is_described():
     assert set(KNOWLEDGE) == set(get_args(Knowledge))
 
@@ -353,11 +380,26 @@ def test_truths_are_oracle_help(actor, grants):
     assert (tag == "oracle") == bool(grants & TRUTHS)
 
 
+def test_what_is_granted_where_nothing_is_said() -> None:
+    """An eavesdropper learns less than the others, who are granted what they always were."""
+    for actor in ("server", "aggregate", "client"):
+        assert granted(ThreatModel(actor)) == {"training", "records"}
+    assert granted(ThreatModel("eavesdropper")) == {"records"}
+    assert granted(ThreatModel("eavesdropper", frozenset())) == frozenset()
+
+
 def test_realism_says_what_was_given() -> None:
     protocol = frozenset({"training", "records"})
     assert realism(ThreatModel("server", protocol)) == "realistic"
     assert realism(ThreatModel("client", frozenset({"training"}))) == "realistic"
     assert realism(ThreatModel("client", protocol)) == "informed"
+    assert realism(ThreatModel("server", protocol | {"weights"})) == "realistic"  # it has them
+    assert realism(ThreatModel("eavesdropper")) == "realistic"
+    assert realism(ThreatModel("eavesdropper", frozenset({"records"}), malicious=True)) == (
+        "realistic"
+    )
+    for more in ("weights", "training"):
+        assert realism(ThreatModel("eavesdropper", frozenset({"records", more}))) == "informed"
     assert realism(ThreatModel("server", protocol | {"labels"})) == "oracle"
     assert realism(ThreatModel("server", protocol | {"statistics"})) == "oracle"
 
@@ -388,7 +430,8 @@ def test_statistics_are_those_of_what_enters_the_batch_norm(played, actor, mode)
     average, variance = seen.statistics["norm"]
     torch.testing.assert_close(average, entered.mean((0, 2, 3)))
     torch.testing.assert_close(variance, entered.var((0, 2, 3), correction=0))
-    for model in (played.model, seen.model):  # looking at the batch moved no running statistics
+    held = (played.model,) if actor == "eavesdropper" else (played.model, seen.model)
+    for model in held:  # looking at the batch moved no running statistics
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -13,10 +13,12 @@ from leakgauge.attacks.exact_recursion import ExactRecursion
 from leakgauge.attacks.exposure import Exposure, LayerExposure, exposure
 from leakgauge.attacks.fedavg import FedAvgEpochs
 from leakgauge.attacks.fedleak import FedLeak
+from leakgauge.attacks.git import GIT
 from leakgauge.attacks.gradinversion import GradInversion
 from leakgauge.attacks.hfgradinv import HFGradInv
 from leakgauge.attacks.idlg import IDLG
 from leakgauge.attacks.inverting_gradients import InvertingGradients
+from leakgauge.attacks.lti import LTI
 from leakgauge.attacks.sapag import SAPAG
 from leakgauge.attacks.separate_and_decode import SeparateAndDecode
 from leakgauge.attacks.smooth_to_sharp import SmoothToSharp
@@ -31,10 +33,12 @@ ATTACKS: dict[str, type[Attack]] = {
     "exact-recursion": ExactRecursion,
     "fedavg-epochs": FedAvgEpochs,
     "fedleak": FedLeak,
+    "git": GIT,
     "gradinversion": GradInversion,
     "hfgradinv": HFGradInv,
     "idlg": IDLG,
     "inverting-gradients": InvertingGradients,
+    "lti": LTI,
     "sapag": SAPAG,
     "separate-and-decode": SeparateAndDecode,
     "smooth-to-sharp": SmoothToSharp,
@@ -45,8 +49,10 @@ __all__ = [
     "AGIC",
     "ATTACKS",
     "DLG",
+    "GIT",
     "IDLG",
     "LABEL_RULES",
+    "LTI",
     "SAPAG",
     "Analytic",
     "BayesAttack",

@@ -116,9 +116,9 @@ class _Run:
 
     @classmethod
     def begun(cls, weights: Named) -> _Run:
-        zeros = [{n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2)]
-        own = {name: w.detach().clone() for name, w in weights.items()}
-        return cls(own, *zeros, best={name: w.clone() for name, w in own.items()})
+        own, best = ({n: w.detach().clone() for n, w in weights.items()} for _ in range(2))
+        first, second = ({n: torch.zeros_like(w) for n, w in own.items()} for _ in range(2))
+        return cls(own, first, second, best)
 
     @classmethod
     def continued(cls, kept: Kept, rng: torch.Generator) -> _Run:

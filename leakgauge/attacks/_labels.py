@@ -49,7 +49,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from leakgauge.attacks._layers import gradient_sum, last_linear, shared, told
+from leakgauge.attacks._layers import gradient_sum, last_linear, shared, told, weighed
 from leakgauge.attacks._separation import separable
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import minibatches, ready
@@ -112,7 +112,7 @@ def infer(seen: Observation, rule: LabelRule, rng: torch.Generator) -> Tensor:
         return seen.labels
     if rule == "separated":
         return separated(seen)
-    counts = RULES[rule](_head(seen, *told(seen, "label inference")))
+    counts = RULES[rule](_head(seen, *told(seen, "label inference", weights=False)))
     _skip_stand_ins(seen.record.shape, rng)
     return torch.arange(len(counts)).repeat_interleave(counts)
 
@@ -132,7 +132,7 @@ def separated(seen: Observation) -> Tensor:
 
 def knowledge(rule: LabelRule) -> frozenset[Knowledge]:
     """What an attack that matches gradients under this label rule must be granted."""
-    needed: frozenset[Knowledge] = frozenset({"training", "records"})
+    needed: frozenset[Knowledge] = frozenset({"training", "records", "weights"})
     return needed | {"labels"} if rule == "known" else needed
 
 
@@ -424,6 +424,10 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
     def gradient(name: str) -> Tensor:
         return gradient_sum(seen, name, torch.float32).double() * unit
 
+    def stand_ins() -> StandIns:
+        weighed(seen, "running the network on stand-ins")
+        return _remembered(_digest(seen, training, records), passed)
+
     def passed() -> StandIns:
         some = torch.linspace(0, len(batches) - 1, min(len(batches), WAYPOINTS)).round().long()
         own = torch.Generator().manual_seed(STAND_IN_SEED)
@@ -449,7 +453,7 @@ def _head(seen: Observation, training: LocalTraining, records: int) -> Head:
         records,
         training.optimiser == "sgd",
         _even(batches, pulls, records),
-        lambda: _remembered(_digest(seen, training, records), passed),
+        stand_ins,
     )
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import decay, minibatches
-from leakgauge.types import LocalTraining, Observation
+from leakgauge.fl.model import refilled
+from leakgauge.types import LocalTraining, Observation, Target
 
 REMEDY = 'Otherwise add "labels" to threat.grants and set labels = "known" on the attack'
 
@@ -61,9 +62,12 @@ def watch(model: nn.Module, inputs: Tensor, *kinds: type[nn.Module]) -> tuple[li
 
 
 def _probed(model: nn.Module, shape: tuple[int, ...]) -> tuple[list[Run], Tensor, Tensor]:
-    """Every run of a linear layer, the model's output, and the probe that entered the model."""
-    model = copy.deepcopy(model).eval()
-    probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    """Every run of a linear layer, the model's output, and the probe that entered the model. What
+    feeds what does not depend on the weights: any serve where they have no values."""
+    rng = torch.Generator().manual_seed(0)
+    probe = torch.rand(2, *shape, generator=rng)
+    bare = any(value.is_meta for value in model.parameters())
+    model = (refilled(model, rng) if bare else copy.deepcopy(model)).eval()
     reference = next(model.parameters())
     probe = probe.to(reference.device, reference.dtype)
     return *watch(model, probe, nn.Linear), probe
@@ -112,11 +116,27 @@ def first_linear(model: nn.Module, shape: tuple[int, ...]) -> Linear:
     )
 
 
-def told(seen: Observation, who: str) -> tuple[LocalTraining, int]:
-    """The local training and the number of records, which `who` cannot do without."""
+def told(seen: Observation, who: str, *, weights: bool = True) -> tuple[LocalTraining, int]:
+    """The local training and the number of records, which `who` cannot do without, and usually not
+    without the `weights` either."""
     if seen.training is None or seen.records is None:
         raise Withheld(f"{who} needs 'training' and 'records' in the observation")
+    if weights:
+        weighed(seen, who)
     return seen.training, seen.records
+
+
+def weighed(seen: Observation, who: str) -> None:
+    """Refuse to work on a model whose weights are withheld."""
+    if seen.weights is None:
+        raise Withheld(f"{who} needs 'weights': the observed model has layers and no values")
+
+
+def rehearsing(target: Target, who: str) -> LocalTraining:
+    """The local training that `who` plays before the round, on the weights of the model."""
+    if target.training is None or target.weights is None:
+        raise Withheld(f"{who} needs 'training' and 'weights' to prepare")
+    return target.training
 
 
 def refuse_rescaled(training: LocalTraining, who: str) -> None:
@@ -132,9 +152,15 @@ def gradient_sum(seen: Observation, name: str, least: torch.dtype = torch.float6
     """The sum of the gradients behind the update of one parameter, up to a factor, computed in
     `least` or better: what weight decay of SGD took away is known, and momentum only weighs. An
     update by another optimiser is rescaled entry by entry: it is left as it is."""
-    training, records = told(seen, "a sum of gradients")
+    training, records = told(seen, "a sum of gradients", weights=False)
     steps = len(minibatches(records, training))
     shrunk = decay(training, steps) if training.optimiser == "sgd" else 0.0
     dtype = torch.promote_types(seen.update[name].dtype, least)
+    if not shrunk:
+        return seen.update[name].to(dtype, copy=True)
+    if seen.weights is None:
+        raise NotApplicable(
+            "weight decay took a share of the weights away, which this attacker does not hold"
+        )
     weight = seen.model.get_parameter(name).detach()
     return seen.update[name].to(dtype) - shrunk * weight.to(dtype)

@@ -121,7 +121,8 @@ def recall(network: Network, seen: Observation) -> Reconstruction:
             f"it learned from updates of {facts['records']} records, and this one is of "
             f"{seen.records}"
         )
-    row = network.reader({n: u.float().cpu() for n, u in seen.update.items()})
+    sent = seen.sent or seen.update  # the pairs are of what clients send
+    row = network.reader({n: u.float().cpu() for n, u in sent.items()})
     rows = _standard(row[None], tensors["read.mean"], tensors["read.scale"])
     shape = (seen.records, *pictures(seen.record).shape)
     with torch.no_grad():
@@ -168,8 +169,10 @@ class _Lesson:
         if network.raw:
             return cls(network, pairs, batch, torch.empty(0), torch.empty(0), truths, image)
         own = pairs.read[pairs.held :]
-        mean = torch.stack([part.double().sum(0) for part in own.split(500)]).sum(0) / len(own)
-        square = sum((part.double() - mean).square().sum(0) for part in own.split(500))
+        mean = torch.stack([part.double().sum(0) for part in torch.split(own, 500)]).sum(0) / len(
+            own
+        )
+        square = sum((part.double() - mean).square().sum(0) for part in torch.split(own, 500))
         spread = (torch.as_tensor(square) / len(own)).sqrt()
         # What never changes tells nothing, whatever it is in the update that is attacked.
         scale = torch.where(spread > 1e-6 * spread.max(), spread, math.inf)
@@ -199,7 +202,7 @@ class _Lesson:
     def _held(self, weights: Weights) -> Tensor:
         """The squared error per pixel of every record of the pairs held out."""
         rows = self.pairs.read[: self.pairs.held]
-        parts = zip(rows.split(100), self.truths.split(100), strict=True)
+        parts = zip(torch.split(rows, 100), torch.split(self.truths, 100), strict=True)
         found = [_errors(self._shown(weights, row), truth) for row, truth in parts]
         return torch.cat(found).flatten().clamp_min(1e-12)
 

@@ -143,14 +143,14 @@ class _Graph:
                 behind += self._parameters(layer)
         source = readers[0].all_input_nodes[0]
         entries = math.prod(self.shape[source] or ())
-        parts = [tuple(dict.fromkeys(part)) for part in (own, behind, joined)]
+        told = tuple(dict.fromkeys((*own, *behind, *joined)))
         known = self._known(readers, source) if records == 1 else None
         if known is None:
-            return [Step(name, entries, tuple(names), *parts)]
+            return [Step(name, entries, tuple(names), told)]
         if name != IMAGE:
-            return [Step(name, entries, (), *parts, known=known)]
-        first = Step(ENTERING, entries, (), *parts, known=known)
-        return [first, Step(name, entries, (ENTERING, *names), *parts)]
+            return [Step(name, entries, (), told, known)]
+        first = Step(ENTERING, entries, (), told, known)
+        return [first, Step(name, entries, (ENTERING, *names), told)]
 
     def _station(self, layer: fx.Node) -> str:
         """What a layer reads: the image, if no other layer comes before it."""

@@ -12,7 +12,8 @@ took away is known. With several records, a row that only one of them reached (a
 switched on) still gives that record; such rows agree with each other, mixtures do not, so rows are
 grouped and the largest groups come first.
 
-Needs: the local training, whose normalisation it undoes, and the number of records, as a cap.
+Needs: the local training, whose normalisation it undoes, and the number of records, as a cap. It
+reads no weights but where weight decay took a share of them away.
 The residual is the share of ∂L/∂W that the found records do not explain: 0 when all were found.
 """
 
@@ -54,7 +55,7 @@ class Analytic:
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
     ) -> Reconstruction:
-        training, records = told(seen, "the analytic attack")
+        training, records = told(seen, "the analytic attack", weights=False)
         refuse_rescaled(training, "the analytic attack")
         layer = first_linear(seen.model, floats(seen.record).shape)
         assert layer.weight is not None

@@ -42,7 +42,7 @@ class DLG(Search):
     iterations: int = 300
     lr: float = 1.0
     optimiser: Literal["lbfgs", "adam"] = "lbfgs"
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None

@@ -75,7 +75,7 @@ class ExactRecursion:
     papers: ClassVar[tuple[Paper, ...]] = (ZHU2021, DIMITROV2024)
     evaluations: int = option(400, count(10_000_000))  # of the finish, an image
     restarts: int = 2  # of the finish, while an image does not meet its activations
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
 
     def __post_init__(self) -> None:
         if self.evaluations < 1 or self.restarts < 1:

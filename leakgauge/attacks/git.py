@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -220,7 +220,7 @@ class _Coarse:
         return found[IMAGE].sigmoid()
 
 
-SLOPES: dict[type[nn.Module], Callable[[nn.Module, Tensor], Tensor]] = {
+SLOPES: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
     nn.ReLU: lambda _, a: (a > 0).to(a),
     nn.LeakyReLU: lambda m, a: torch.where(a > 0, 1.0, m.negative_slope),
     nn.Sigmoid: lambda _, a: a * (1 - a),
@@ -279,7 +279,9 @@ class Chain:
         sizes = [outputs * (inputs + 1) for outputs, inputs in self.widths]
         gradients = [
             part.view(-1, outputs, inputs + 1)  # the bias's is the last column
-            for part, (outputs, inputs) in zip(rows.split(sizes, dim=1), self.widths, strict=True)
+            for part, (outputs, inputs) in zip(
+                torch.split(rows, sizes, dim=1), self.widths, strict=True
+            )
         ]
         error = gradients[-1][:, :, -1]
         value, unexplained = error, rows.new_zeros(())

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._decoder import Fit, decode, fit
+from leakgauge.attacks._layers import rehearsing
 from leakgauge.attacks.exact_recursion import ExactRecursion, Read, trace_together
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import train
@@ -51,7 +52,7 @@ class SeparateAndDecode:
     steps: int = option(1000, count(10_000_000))  # of the decoder's fit
     images: int = option(9000, count(10_000_000))  # public ones that it uses, at most
     evaluations: int = option(300, count(10_000_000))  # of the finish, of all images of a step
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "public"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "public", "weights"})
     manipulates: ClassVar[bool] = False
 
     def prepare(
@@ -60,20 +61,19 @@ class SeparateAndDecode:
         public = target.public
         if public is None or not len(public):
             raise Withheld("separate-and-decode fits a decoder to public images, and holds none")
+        training = rehearsing(target, "separate-and-decode")
         resources = resources or Resources()
         record = pictures(target.record)
         picked = torch.randperm(len(public), generator=rng)[: target.records]
         picked = picked.repeat(-(-target.records // len(picked)))[: target.records]
         labels = torch.randint(target.task.count, (target.records,), generator=rng)
-        rehearsed = train(
-            target.setting, Batch(public.inputs[picked], labels), target.training, rng
-        )
-        seen = Observation(target.setting, rehearsed.update, target.training, target.records)
+        rehearsed = train(target.setting, Batch(public.inputs[picked], labels), training, rng)
+        seen = Observation(target.setting, rehearsed.update, training, target.records)
         read = Read(seen, rng, replace(resources, progress=None))
         node = read.done.lowest
         if node is read.trace.input:
             return Preparation(Kept(facts={"node": node.name}))
-        size = min(target.training.batch_size, target.records)
+        size = min(training.batch_size, target.records)
         options = Fit(steps=self.steps, images=self.images)
         free = bool(read.trace.norms)
         kept = fit(

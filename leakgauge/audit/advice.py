@@ -308,7 +308,8 @@ def next_steps(
     threat = result.plan.threat
     if outcome == "leaks":
         leaks = [kind for kind, one in kinds.items() if one.leak.state == "leaks"]
-        whoever = "a server" if threat.actor != "client" else "another client"
+        others = {"client": "another client", "eavesdropper": "an eavesdropper"}
+        whoever = others.get(threat.actor, "a server")
         can = {"found": "recognise records", "labels": "read labels"}
         does = list(dict.fromkeys(can.get(kind, "rebuild records") for kind in leaks))
         steps.append(
@@ -329,6 +330,12 @@ def next_steps(
                 f"Do not take {names} for safe: no attack succeeded on the known-weak twin either. "
                 "Give the attacks more iterations, or name stronger ones."
             )
+        if threat.actor == "eavesdropper":
+            steps.append(
+                "Encrypt updates on their way, and let no client train on records of strangers: an "
+                "eavesdropper needs both. A server reads them all the same: audit it, too, with "
+                '`actor = "server"` in [threat].'
+            )
         if threat.actor == "server" and not threat.malicious:
             steps.append(
                 'Consider secure aggregation, and audit it with `actor = "aggregate"` in '
@@ -346,7 +353,12 @@ def next_steps(
             "Audit again when the model, the data, the batch size, the training or the attacked "
             "round changes: this verdict holds for what was audited."
         )
-        if not threat.malicious and threat.actor != "client":
+        if threat.actor == "eavesdropper":
+            steps.append(
+                'Audit with `actor = "server"` in [threat], too: a server holds the weights, which '
+                "this eavesdropper lacks, and was not tested here."
+            )
+        elif not threat.malicious and threat.actor != "client":
             steps.append(
                 "Audit with `malicious = true` in [threat] if the server might send a manipulated "
                 "model: this audit did not test that."

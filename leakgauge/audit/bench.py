@@ -9,6 +9,7 @@ user gave (plan, data, model, update) are raised.
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from leakgauge.audit.training import trained
 from leakgauge.audit.verdict import measurements
 from leakgauge.config import plain
 from leakgauge.errors import InputError, NotApplicable
-from leakgauge.fl import simulate, tampered, target
+from leakgauge.fl import simulate, tampered
 from leakgauge.fl.local import train
 from leakgauge.guard import Guard
 from leakgauge.kept import Checkpoint, alone, key_of
@@ -41,6 +42,7 @@ from leakgauge.types import (
     Batch,
     Exchange,
     Kept,
+    Learned,
     Observation,
     PreparedAttack,
     Reconstruction,
@@ -50,10 +52,12 @@ from leakgauge.types import (
     Target,
 )
 
+FINISHED = ".finished.safetensors"  # ends the name of what is prepared to the end
 HISTORY_POINTS = 200
 Progress: TypeAlias = Callable[[int, int, float], None]
 """Called with steps done, steps in all and the objective."""
 
+LEARNED = "learned from updates that had passed the same defence"
 NOISE = 0.01  # pixel noise of the sensitivity, as a share of the range
 
 
@@ -76,6 +80,7 @@ class Bench:
         self.measures = measures or {n: metrics.loaded(one) for n, one in plan.metrics.items()}
         self._attacks = plan.attacks  # also where a forecast shortens them: they prepare the same
         self._preparing = 0.0  # CPU seconds of the running trial
+        self._fit = 0.0  # of what it found prepared, or prepared itself
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
@@ -88,10 +93,11 @@ class Bench:
     def trial(self, case: Case, progress: Progress) -> Done:
         """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
-        self._preparing = 0.0
+        self._preparing = self._fit = 0.0
 
         def took() -> Times:
-            return Times(time.monotonic() - began, time.process_time() - cpu, self._preparing)
+            wall, spent = time.monotonic() - began, time.process_time() - cpu
+            return Times(wall, spent, self._preparing, self._fit)
 
         round_ = self.simulated(case, progress)  # what is wrong here is the user's federation
         seen = None
@@ -127,7 +133,10 @@ class Bench:
         else:
             guess = attack.reconstruct(held, rngs[-1], resources)
         guess, prior = self._restored(case, held, guess)
-        found = replace(found_by(guess, seen), adapted=_words(held.answer, guess))
+        adapted = _words(held.answer, guess)
+        if isinstance(attack, Learned) and self._passed(case, round_):
+            adapted = LEARNED
+        found = replace(found_by(guess, seen), adapted=adapted)
         if not isinstance(round_, Round):
             paths, files = images.drawn(case.id, None, guess.inputs, None)
             return replace(found, images=paths), None, files
@@ -160,6 +169,12 @@ class Bench:
             return seen
         return threat.adapted(seen, round_.defence)
 
+    def _passed(self, case: Case, round_: Exchange) -> bool:
+        """Whether the updates that an attack learned from had passed the defence of the round."""
+        adaptive = self.plan.document.audit.adaptive
+        who = case.threat(self.plan)
+        return threat.passed(round_, who, adaptive=adaptive) is not None
+
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
     ) -> tuple[Reconstruction, Tensor | None]:
@@ -184,45 +199,70 @@ class Bench:
         that changes the model has the clients train on what it sent."""
         if not attack.manipulates:
             return round_, self.fitted(case, round_, resources)
-        aim = self._aim(case, round_)
-        key = key_of(attack, aim, rng)
-        place = Checkpoint(self.prepared / f"{key}.safetensors", key)
-        made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
+        aim = self._aim(case, attack, round_)
+        key = key_of(attack, aim, rng, round_)
+        made = attack.prepare(aim, rng, self._kept(key, resources))
+        shutil.rmtree(self.prepared / key, ignore_errors=True)
         if made.models:
             if not isinstance(round_, Round):
                 raise NotApplicable("it changes the model before a round, and this one is over")
             round_ = tampered(round_, made, seeded(case.seed, "tampered"))
         return round_, made.kept
 
-    def _aim(self, case: Case, round_: Exchange) -> Target:
+    def _aim(self, case: Case, attack: PreparedAttack, round_: Exchange) -> Target:
+        """What it prepares with. Who does not learn from updates is given none, and prepares the
+        same under every defence."""
         public = self.plan.public if len(self.plan.public) else None
-        return target(round_, public, threat.victims(round_, case.threat(self.plan)))
+        adaptive = self.plan.document.audit.adaptive
+        aim = threat.before(round_, case.threat(self.plan), public, adaptive=adaptive)
+        return aim if isinstance(attack, Learned) else replace(aim, query=None, defence=None)
+
+    def _kept(self, key: str, resources: Resources) -> Resources:
+        """The same, with places for what a preparation keeps on its way."""
+        place = Checkpoint(self.prepared / f"{key}.safetensors", key)
+        return replace(resources, checkpoint=place, folder=self.prepared / key)
 
     def fitted(self, case: Case, round_: Exchange, resources: Resources) -> Kept:
         """What an attack that changes no model prepares for this round. It is drawn from a seed of
         its own, so that every trial with the same model, training and public records meets what
         the first one of them has finished; one that comes while that is at work waits for it."""
-        # A hybrid meets what the attack prepared that it begins with.
-        attack, aim = parts(self._attacks[case.attack])[0], self._aim(case, round_)
-        assert isinstance(attack, PreparedAttack)
-        key = key_of(attack, aim)
-        finished = Checkpoint(self.prepared / f"{key}.finished.safetensors", key)
+        attack, aim, finished = self._sought(case, round_)
+        key = finished.key
         with alone(self.prepared / f"{key}.lock"):
-            if (kept := finished.load()) is not None:
+            if (found := finished.finished()) is not None:
+                kept, self._fit = found
                 return kept
-            place = Checkpoint(self.prepared / f"{key}.safetensors", key)
             rng = seeded("prepare", type(attack).__qualname__)
-            made = attack.prepare(aim, rng, replace(resources, checkpoint=place))
+            began = time.process_time()
+            made = attack.prepare(aim, rng, self._kept(key, resources))
+            spent = time.process_time() - began
             if made.models:
                 raise InputError(
                     f"attack {case.attack!r} says that it changes no model, but its prepare() gave "
                     "one to send: set manipulates = True"
                 )
-            finished.save(made.kept)
-            place.path.unlink(missing_ok=True)
-            kept = finished.load()  # as all later trials meet it
-            assert kept is not None
+            told = made.kept.facts.get("cpu_seconds")  # with what it took before it was stopped
+            finished.save(made.kept, told if isinstance(told, int | float) else spent)
+            (self.prepared / f"{key}.safetensors").unlink(missing_ok=True)
+            shutil.rmtree(self.prepared / key, ignore_errors=True)
+            found = finished.finished()  # as all later trials meet it
+            assert found is not None
+            kept, self._fit = found
             return kept
+
+    def fitted_before(self, case: Case, round_: Exchange) -> float | None:
+        """The CPU seconds that a finished preparation of this case took; None if there is none."""
+        found = self._sought(case, round_)[2].finished()
+        return None if found is None else found[1]
+
+    def _sought(self, case: Case, round_: Exchange) -> tuple[PreparedAttack, Target, Checkpoint]:
+        """The attack, what it prepares with, and where that lies when it is finished. A hybrid
+        meets what the attack prepared that it begins with."""
+        attack = parts(self._attacks[case.attack])[0]
+        assert isinstance(attack, PreparedAttack)
+        aim = self._aim(case, attack, round_)
+        key = key_of(attack, aim, behind=round_)
+        return attack, aim, Checkpoint(self.prepared / f"{key}{FINISHED}", key)
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
         """With what the guard of the attacked client, without a memory, says of the model sent to

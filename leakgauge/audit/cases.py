@@ -13,7 +13,7 @@ from leakgauge.audit.ladder import factors, weakened
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.results import Times, Trial
 from leakgauge.fl import Scenario
-from leakgauge.threat import realism
+from leakgauge.threat import realism, sees_one
 from leakgauge.types import Answered, Iterative, ThreatModel
 
 CONTROL_SEEDS = 2  # a control asks whether an attack can work at all, not how well
@@ -83,7 +83,8 @@ class Case:
         if self.keeps("aggregation"):
             return threat
         # One client takes part: whoever looks sees that client's update.
-        return replace(threat, actor="server", client=0)
+        actor = threat.actor if sees_one(threat.actor) else "server"
+        return replace(threat, actor=actor, client=0)
 
 
 @dataclass(frozen=True)

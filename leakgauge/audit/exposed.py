@@ -31,9 +31,12 @@ def exposures(
     plan: Plan, start: tuple[nn.Module, torch.Generator] | None = None
 ) -> tuple[Exposure, ...]:
     """One for each number of records that an update of the plan holds: where clients hold
-    different numbers, the fewest and the most; of captured rounds, every number there is. `start`
-    is what `begun` gave, if it was asked already: building a model may take long."""
+    different numbers, the fewest and the most; of captured rounds, every number there is. None for
+    who does not hold the weights: what is shown is read with them. `start` is what `begun` gave, if
+    it was asked already: building a model may take long."""
     who, federation = plan.document.threat, plan.document.federation
+    if "weights" not in threat.holds(who):
+        return ()
     if plan.captured:
         setting = plan.captured[0].setting
         counts = {tuple(one.sizes[k] for k in threat.victims(one, who)) for one in plan.captured}
@@ -42,7 +45,7 @@ def exposures(
         model, rng = start or begun(plan)
         setting = scenario.setting(model)
         sizes = sorted(records_of(scenario, len(shard)) for shard in shards_of(scenario, rng))
-        seen = 1 if who.actor == "server" else scenario.present
+        seen = 1 if threat.sees_one(who.actor) else scenario.present
         counts = {tuple(sizes[:seen]), tuple(sizes[-seen:])}
     ordered = sorted(counts, key=sum)
     return tuple(exposure(setting, federation.training, count) for count in ordered)

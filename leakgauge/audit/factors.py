@@ -15,6 +15,7 @@ from typing import Any
 from leakgauge.audit.document import NO_DEFENCE, Document
 from leakgauge.config import plain, toml
 from leakgauge.errors import PlanError
+from leakgauge.threat import granted
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ FACTORS = (
     Factor(
         "grants",
         "Auxiliary knowledge",
-        lambda document: document.threat.grants,
+        lambda document: granted(document.threat),
         lambda document, value: replace(document, threat=replace(document.threat, grants=value)),
     ),
     Factor(

@@ -42,7 +42,7 @@ from leakgauge import threat
 from leakgauge.attacks.begun import parts
 from leakgauge.audit import cases
 from leakgauge.audit.advice import CAP
-from leakgauge.audit.bench import Bench
+from leakgauge.audit.bench import FINISHED, Bench
 from leakgauge.audit.cases import Case, Training
 from leakgauge.audit.plan import Plan
 from leakgauge.audit.training import accuracy
@@ -51,7 +51,7 @@ from leakgauge.fl import played
 from leakgauge.fl.local import step_count
 from leakgauge.fl.simulate import initial_model, records_of
 from leakgauge.tensors import raw, seeded
-from leakgauge.types import Attack, Iterative, PreparedAttack, Resources
+from leakgauge.types import Attack, Iterative, Learned, PreparedAttack, Resources
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
 ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
@@ -91,15 +91,17 @@ def forecast(
     plan: Plan,
     tell: Callable[[str], None] = lambda attack: None,
     trainings: Sequence[Training] = (),
+    prepared: Path | None = None,
 ) -> Forecast:
     """Try every attack for a moment on the first round of the plan, and on the twin, and each
     defence of the `trainings` for a few rounds. Nothing is kept. `tell` hears the name of each
-    attack or defence as its turn comes."""
+    attack or defence as its turn comes. What lies finished in the folder `prepared` costs no
+    more."""
     torch.set_num_threads(plan.document.audit.threads)
     planned = cases.trials(plan)
     controls = cases.controls(plan) if plan.document.audit.control else []
     with tempfile.TemporaryDirectory(prefix="leakgauge-") as folder:
-        trying = _Trying(plan, Path(folder), tell)
+        trying = Trying(plan, Path(folder), tell)
         simulation = trying.simulation(planned[0])
         firsts = {case.attack: case for case in reversed(planned)}
         found = {name: trying.cost(firsts[name]) for name in plan.attacks}
@@ -121,9 +123,10 @@ def forecast(
         """Of these cases, after others whose preparations they meet."""
         done = {None, *map(trying.preparation, met)}
         new = {key: case for case in wanted if (key := trying.preparation(case)) not in done}
+        left = [case for case in new.values() if not trying.finished(case, prepared)]
         return (
             sum(between(case, lambda one: one.cpu_seconds) for case in wanted)
-            + sum(between(case, lambda one: one.preparing) for case in new.values())
+            + sum(between(case, lambda one: one.preparing) for case in left)
             + simulation.total(wanted)
         )
 
@@ -163,7 +166,7 @@ class _Simulation:
         return sum(self.start + case.honest * self.each for case in played)
 
 
-class _Trying:
+class Trying:
     """Times trials of a plan whose attacks are shortened one after the other."""
 
     def __init__(self, plan: Plan, folder: Path, tell: Callable[[str], None]):
@@ -216,7 +219,7 @@ class _Trying:
         self.tell(case.attack)
         attack = self.plan.attacks[case.attack]
         try:
-            preparing = self._prepared(case, attack)
+            preparing = self.preparing(case, attack)
             if not isinstance(attack, Iterative) or not attack.iterations:
                 return Applicability(case.attack, None, self._timed(case, attack), preparing)
             self._timed(case, attack.shortened(1, 1))  # warms up
@@ -224,13 +227,13 @@ class _Trying:
             once = self._fitted(case, attack, 1)
             again = self._fitted(case, attack, 2) if more else once
             return Applicability(case.attack, None, once + more * (again - once), preparing)
-        except _Refused as reason:
+        except Refused as reason:
             return Applicability(case.attack, str(reason), 0.0)
 
-    def _prepared(self, case: Case, attack: Attack) -> float:
+    def preparing(self, case: Case, attack: Attack) -> float:
         """What the preparation costs that this case shares with others; later trials of this
         forecast meet what was made of it so far."""
-        if not _shares(attack):
+        if not shares(attack):
             return 0.0
         audit, marks = self.plan.document.audit, list[tuple[int, int, float]]()
         limit = math.inf if audit.seconds is None else audit.seconds
@@ -244,9 +247,9 @@ class _Trying:
         try:
             self.bench.fitted(case, round_, tried)
         except NotApplicable as reason:
-            raise _Refused(str(reason)) from reason
+            raise Refused(str(reason)) from reason
         except Exception as error:  # the audit will keep it, trial by trial
-            raise _Refused(f"it crashes ({type(error).__name__}: {error})") from error
+            raise Refused(f"it crashes ({type(error).__name__}: {error})") from error
         spent = time.process_time() - began
         if not marks:
             return spent
@@ -254,11 +257,18 @@ class _Trying:
         each = (end - start) / (done - first) if done > first else (end - began) / max(1, done)
         return min(spent + each * max(0, total - done), max(limit, spent))
 
+    def finished(self, case: Case, prepared: Path | None) -> bool:
+        """Whether the preparation of this case lies finished in a folder."""
+        if prepared is None or not any(prepared.glob(f"*{FINISHED}")):
+            return False
+        there = Bench(self.plan, prepared, self.bench.measures)
+        return there.fitted_before(case, self.bench.simulated(case)) is not None
+
     def preparation(self, case: Case) -> object:
         """The same for cases that share what their attack prepares; None if it prepares nothing, or
         changes the model."""
         attack = self.plan.attacks[case.attack]
-        if not _shares(attack):
+        if not shares(attack):
             return None
         attack = parts(attack)[0]  # what a hybrid begins with is what is prepared
         if self.plan.captured and case.kept is None:
@@ -274,8 +284,13 @@ class _Trying:
         # Where clients train on all they hold, how many records that is follows from the seed.
         records = case.seed if scenario.records == "all" else scenario.records
         clients = scenario.present
-        asked = scenario.training, records, clients, case.threat(self.plan).actor
-        return repr(attack), self._weights[case.seed], trained, asked
+        who = case.threat(self.plan)
+        asked = scenario.training, records, clients, who.actor
+        behind = 1 if threat.sees_one(who.actor) else clients
+        adaptive = self.plan.document.audit.adaptive
+        learned = isinstance(attack, Learned) and threat.defends(who, behind, adaptive=adaptive)
+        defence = repr(scenario.defence) if learned else None
+        return repr(attack), self._weights[case.seed], trained, asked, defence
 
     def _fitted(self, case: Case, attack: Iterative, restarts: int) -> float:
         """The cost of all its iterations: fixed part + iterations × cost of each."""
@@ -302,20 +317,20 @@ class _Trying:
         self.bench.simulated(case)
         trial = self.bench.trial(case, lambda done, total, objective: None).trial
         if trial.status == "not applicable":
-            raise _Refused(trial.error)
+            raise Refused(trial.error)
         if trial.status == "failed":  # the audit will keep it, trial by trial
-            raise _Refused(f"it crashes ({trial.error})")
+            raise Refused(f"it crashes ({trial.error})")
         if trial.score:
             reached = statistics.median(trial.score.scores["psnr"])
             self._reached[case.attack] = max(reached, self._reached.get(case.attack, 0.0))
         return trial.times.cpu_seconds
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Why an attack cannot be timed."""
 
 
-def _shares(attack: Attack) -> bool:
+def shares(attack: Attack) -> bool:
     """Whether it prepares something that several trials can use."""
     return isinstance(attack, PreparedAttack) and not attack.manipulates
 
@@ -326,7 +341,7 @@ def _work(plan: Plan, case: Case) -> int:
     steps = step_count(
         records_of(scenario, len(scenario.data) // scenario.clients), scenario.training
     )
-    alone = case.threat(plan).actor == "server"
+    alone = threat.sees_one(case.threat(plan).actor)
     clients = 1 if alone else scenario.present
     return steps * scenario.training.batch_size * clients
 

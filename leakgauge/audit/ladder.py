@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from leakgauge.fl import Scenario
+from leakgauge.threat import sees_one
 from leakgauge.types import Actor
 
 FACTORS = ("batch", "steps", "batch norm", "aggregation", "stage", "defence")
@@ -52,8 +53,8 @@ def factors(scenario: Scenario, actor: Actor) -> list[str]:
         "batch": (scenario.training.batch_size, scenario.records or 1) != (1, 1),
         "steps": differs_by("steps"),
         "batch norm": differs_by("batch norm"),
-        # A server that sees each update by itself is not hindered by the other clients.
-        "aggregation": actor != "server" and scenario.present > 1,
+        # Who sees each update by itself is not hindered by the other clients.
+        "aggregation": not sees_one(actor) and scenario.present > 1,
         "stage": scenario.rounds > 0,
         "defence": scenario.defence is not None,
     }

@@ -226,7 +226,9 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
     if federation.model is None:
         raise PlanError(f"{name}.federation: key 'model' is missing")
     _check_actor(document.threat, federation)
-    if threat.PUBLIC in document.threat.grants:
+    who = replace(document.threat, grants=threat.granted(document.threat))
+    document = replace(document, threat=who)  # a result says what was granted
+    if threat.PUBLIC in threat.granted(who):
         raise PlanError(
             "threat.grants: public records are declared, not granted: leave 'public' out, and give "
             "federation.public a number of records to set aside, or a data set"
@@ -477,16 +479,18 @@ def _check_needs(key: str, attack: Attack) -> None:
 
 
 def _check_actor(who: ThreatModel, federation: Federation) -> None:
-    if who.malicious and who.actor == "client":
+    if who.malicious and not threat.sends(who.actor):
+        one = "a client" if who.actor == "client" else f"an {who.actor}"
         raise PlanError(
-            'threat.malicious = true with threat.actor = "client": a client sends no model to '
+            f'threat.malicious = true with threat.actor = "{who.actor}": {one} sends no model to '
             'others and so cannot change it; use actor "server" or "aggregate", or leave '
             "malicious out"
         )
-    if who.actor == "server" and federation.secure is not None:
+    if threat.sees_one(who.actor) and federation.secure is not None:
         raise PlanError(
-            'threat.actor = "server" with [federation.secure]: behind secure aggregation no server '
-            'sees the update of one client; use actor "aggregate", or leave federation.secure out'
+            f'threat.actor = "{who.actor}" with [federation.secure]: behind secure aggregation '
+            "nobody sees the update of one client, which is masked on its way; use actor "
+            '"aggregate", or leave federation.secure out'
         )
     taking = federation.participants or federation.clients
     present = taking - dropping(taking, federation.secure)

@@ -51,6 +51,7 @@ from leakgauge.errors import (
     PlanError,
 )
 from leakgauge.files import json_text, write_json
+from leakgauge.threat import sees_one
 
 SCHEMA = 1
 Mode: TypeAlias = Literal["train", "eval"]
@@ -371,7 +372,7 @@ def _normed(plan: Plan) -> bool:
 def _work(document: Document) -> int:
     """Records that go through the network for one simulated update."""
     training = document.federation.training
-    clients = document.federation.clients if document.threat.actor != "server" else 1
+    clients = 1 if sees_one(document.threat.actor) else document.federation.clients
     return training.batch_size * training.steps * clients
 
 

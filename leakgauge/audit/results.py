@@ -35,12 +35,14 @@ def _share(key: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """`preparing` are the CPU seconds, of all, in which the attack worked before the round: none
-    where it met what an earlier trial had prepared."""
+    """`preparing` are the CPU seconds, of all, in which the attack worked before the round: next to
+    none where it met what had been prepared before. `fit` is what that took once, in whichever
+    trial or command: trials that share it say the same number."""
 
     wall_seconds: float
     cpu_seconds: float
     preparing: float = 0.0
+    fit: float = 0.0
 
 
 @dataclass(frozen=True)

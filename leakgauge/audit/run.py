@@ -64,11 +64,7 @@ def run(
     at a time: this process and others like it, or those of a cluster (integrations.ray). With
     `tradeoff` the federation is also trained under each defence of the plan, whose [tradeoff] says
     how long."""
-    if plan.document.protocol is not None:
-        raise PlanError(
-            f"{plan.name} has a [protocol], which is many audits: run `leakgauge protocol`, or "
-            "leave the table out"
-        )
+    single(plan)
     if tradeoff and plan.document.tradeoff is None:
         raise PlanError(
             f"{plan.name} has no table [tradeoff]: add one that says how many rounds the "
@@ -92,6 +88,15 @@ def run(
             return _audit(session, model, exposure, calibrate, tradeoff)
 
 
+def single(plan: Plan) -> None:
+    """Refuse a plan that is many audits."""
+    if plan.document.protocol is not None:
+        raise PlanError(
+            f"{plan.name} has a [protocol], which is many audits: run `leakgauge protocol`, or "
+            "leave the table out"
+        )
+
+
 def _audit(
     session: _Session,
     model: nn.Module,
@@ -105,7 +110,9 @@ def _audit(
     trainings = cases.trainings(plan) if tradeoff else []
     rungs: list[tuple[str, list[Case]]] = []
     try:
-        expected = forecast(plan, session.watch.calibrate, trainings) if calibrate else None
+        if calibrate:  # what was fitted before is in no trial's time
+            fitted = store.prepared if store.only_fitted else None
+            expected = forecast(plan, session.watch.calibrate, trainings, fitted)
         session.run([*controls, *cases.trials(plan)])
         if trainings:
             session.train(trainings)

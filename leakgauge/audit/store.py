@@ -9,9 +9,10 @@
 
 A trial counts once its JSON file is there, and so does a training; a killed audit therefore loses
 only what is running. The file carries the fingerprint of its plan: one of another plan, or one that
-is damaged, is not used. Nothing is written, nor anything replaced, before the first trial has
-ended. While an audit runs it holds a lock on OUT/.lock, which the kernel releases however the audit
-ends.
+is damaged, is not used. Nothing is written, nor anything replaced, before the first trial has ended
+or the first preparation has begun. A folder that holds nothing but preparations (`leakgauge fit`)
+is where an audit of the same plan begins. While an audit runs it holds a lock on OUT/.lock, which
+the kernel releases however the audit ends.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Store:
             raise PlanError(f"you may not write to {nearest}: name another folder with --out")
         if self._marker.exists():
             found = _fingerprint(self._marker)
-            if not (resume or overwrite):
+            if not (resume or overwrite or (found == fingerprint and self.only_fitted)):
                 raise PlanError(
                     f"{self.out} holds an audit already: continue it with --resume, replace it "
                     "with --overwrite, or name another folder with --out"
@@ -76,6 +77,14 @@ class Store:
         self._replace = overwrite
         self._fingerprint = fingerprint
         self._content = {"fingerprint": fingerprint, "plan": plain(plan)}
+
+    @property
+    def only_fitted(self) -> bool:
+        """Whether the folder holds what attacks prepared, and no trial yet."""
+        ours = {self._marker.name, self.prepared.name, LOCK}
+        if self._replace or not self.prepared.is_dir():
+            return False
+        return {path.name for path in self.out.iterdir()} <= ours
 
     def begin(self) -> None:
         """Make the folder ready, once."""

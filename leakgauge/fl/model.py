@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -77,3 +78,50 @@ def setting(
     if isinstance(inputs, tuple):
         inputs = torch.empty(0, *inputs)
     return Setting(model, record_of(inputs, scale), Classes(classes))
+
+
+def stripped(model: nn.Module) -> nn.Module:
+    """The architecture alone: a copy on the device "meta", with shapes and no values. Layers that
+    share a tensor share it still."""
+
+    def empty(value: Tensor) -> Tensor:
+        return torch.empty_like(value, device="meta", requires_grad=False)
+
+    return _replaced(model, empty)
+
+
+def refilled(model: nn.Module, rng: torch.Generator) -> nn.Module:
+    """A copy that runs, with values drawn anew: all that the architecture tells."""
+
+    def drawn(value: Tensor) -> Tensor:
+        made = torch.zeros(value.shape, dtype=value.dtype)
+        if not value.is_floating_point():
+            return made
+        if value.dim() < 2:  # a scale or a variance is positive
+            return made.uniform_(0.5, 1.5, generator=rng)
+        return made.normal_(std=value[0].numel() ** -0.5, generator=rng)
+
+    return _replaced(model, drawn)
+
+
+def _replaced(model: nn.Module, by: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of the model with every tensor that its modules hold made anew, once each."""
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        for value in _tensors(vars(module)):
+            if id(value) not in memo:
+                new = by(value)
+                if isinstance(value, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=value.requires_grad)
+                memo[id(value)] = new
+    return copy.deepcopy(model, memo)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)

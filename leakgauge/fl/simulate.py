@@ -17,7 +17,7 @@ from leakgauge.fl.local import attempt, minibatches, ready, together, train
 from leakgauge.fl.model import plain, setting
 from leakgauge.fl.partition import Iid, Partition
 from leakgauge.records import AS_THEY_ARE, Scale
-from leakgauge.tensors import check_like, parameters, spawned
+from leakgauge.tensors import check_like, parameters, seeded, spawned
 from leakgauge.types import (
     Among,
     Batch,
@@ -28,6 +28,7 @@ from leakgauge.types import (
     Memory,
     Named,
     Preparation,
+    Query,
     Round,
     SecureSum,
     Setting,
@@ -99,18 +100,39 @@ def played(scenario: Scenario, rng: torch.Generator) -> Iterator[tuple[Round, nn
 
 
 def target(
-    exchange: Exchange, public: Dataset | None = None, victims: Sequence[int] = (0,)
+    exchange: Exchange,
+    public: Dataset | None = None,
+    victims: Sequence[int] = (0,),
+    defence: Defence | None = None,
 ) -> Target:
     """What an attacker can prepare for before this round. Nothing in it comes from a client but the
     number of records, of those `victims` whose update it will read: one client, or all of them
-    behind an aggregate, whose training then looks like that of one client with all batches."""
+    behind an aggregate, whose training then looks like that of one client with all batches.
+    `defence` is what its queries pass through."""
+    training = together(exchange.training, len(victims))
     return Target(
         setting=replace(exchange.setting, model=copy.deepcopy(exchange.model)),
-        training=together(exchange.training, len(victims)),
+        training=training,
         records=sum(exchange.sizes[k] for k in victims),
         clients=len(exchange.updates),
         public=public,
+        query=_query(exchange.setting, training, defence, exchange.index),
+        defence=None if defence is None else repr(defence),
+        round=exchange.index,
     )
+
+
+def _query(setting: Setting, training: LocalTraining, defence: Defence | None, index: int) -> Query:
+    """A client of this round that trains on whatever records it is given, alone."""
+    setting = replace(setting, model=copy.deepcopy(setting.model))
+
+    def query(batch: Batch, rng: torch.Generator) -> Named:
+        # What training draws beside the order it draws from where a generator is: move it on.
+        own = seeded(int(torch.randint(2**62, (), generator=rng)))
+        found = train(setting, batch, training, own, defence, round_=index)
+        return {name: value.detach().float().cpu() for name, value in found.update.items()}
+
+    return query
 
 
 def tampered(round_: Round, made: Preparation, rng: torch.Generator) -> Round:

@@ -8,7 +8,7 @@ from pathlib import Path
 from leakgauge.audit.document import Document
 from leakgauge.audit.results import Result
 from leakgauge.config import plain, toml, toml_key
-from leakgauge.report.wording import NOTHING, duration, listed, percent, shortened
+from leakgauge.report.wording import NOTHING, count, duration, listed, percent, shortened
 
 
 def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
@@ -26,6 +26,7 @@ def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
     ]
     if preparing := sum(trial.times.preparing for trial in result.trials):
         rows.append(("of it preparing attacks", duration(preparing)))
+    rows += [(f"Fit of {attack}", words) for attack, words in fits(result).items()]
     if times.wall_seconds is not None:
         rows.append(("Wall time", duration(times.wall_seconds)))
     if forecast := times.forecast:
@@ -34,6 +35,19 @@ def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
             words += f"; it was {percent(abs(error))} too {'high' if error > 0 else 'low'}"
         rows.append(("Forecast", words))
     return rows
+
+
+def fits(result: Result) -> dict[str, str]:
+    """What attacks prepared before the round that trials share: by attack, what it cost."""
+    found: dict[str, list[float]] = {}
+    for trial in result.trials:
+        if trial.times.fit:
+            found.setdefault(trial.attack, []).append(trial.times.fit)
+    return {
+        attack: f"{duration(sum({*seconds}))} of CPU time, "
+        f"{count(len({*seconds}), 'fit')} for {count(len(seconds), 'trial')}"
+        for attack, seconds in found.items()
+    }
 
 
 def checksum(folder: Path) -> str:

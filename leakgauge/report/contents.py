@@ -41,6 +41,7 @@ from leakgauge.report.wording import (
     shortened,
     span,
 )
+from leakgauge.threat import sees_one
 from leakgauge.types import LocalTraining, SecureSum
 
 Images: TypeAlias = Literal["show", "blur", "hide"]
@@ -71,6 +72,12 @@ ACTORS = {
         "A curious client",
         "two consecutive global models, and its own records",
         "any other client's update or images",
+    ),
+    "eavesdropper": (
+        "An eavesdropper",
+        "one client's own update, and the updates that records of its own cause when that client "
+        "trains on them",
+        "the client's images",
     ),
 }
 MALICIOUS = {
@@ -228,7 +235,7 @@ def threat_sentence(result: Result) -> str:
     threat = result.threat
     if not threat:
         return "This result was written before the threat model was part of it; see the plan."
-    victim = f" against client {threat.client}" if threat.actor == "server" else ""
+    victim = f" against client {threat.client}" if sees_one(threat.actor) else ""
     who, tag = attacker(result), threat.realism
     return f"{who}{victim}. Its numbers are {tag}: {REALISM[tag]}."
 
@@ -629,6 +636,11 @@ def _manipulation(result: Result) -> str:
         return (
             "The server of this plan may manipulate the model that it sends, but no attack that "
             "does so was run to its end. A malicious server can do more."
+        )
+    if result.threat and "weights" in result.threat.withheld:
+        return (
+            "The attacker in this audit does not know the weights of the model. One that does, as "
+            "every server, can do more, and one that manipulates them more still."
         )
     return (
         "No attacker in this audit manipulates the model it sends. A malicious server can do more."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Group
@@ -14,9 +15,10 @@ from rich.text import Text
 from leakgauge.attacks.exposure import Exposure
 from leakgauge.audit.advice import exposed, way_out
 from leakgauge.audit.document import BLIND
+from leakgauge.audit.fit import Fit
 from leakgauge.audit.protocol import Protocol
 from leakgauge.audit.results import Measured, Result, Row, Tradeoff
-from leakgauge.report import contents, first_screen, protection, protocol, wording
+from leakgauge.report import annex, contents, first_screen, protection, protocol, wording
 
 
 def summary_table(result: Result) -> Group:
@@ -168,9 +170,30 @@ def notes(result: Result, most: int = 8) -> list[str]:
             word = "does not apply: " if trial.status == "not applicable" else ""
             said.insert(0, word + wording.brief(trial.error))
         notes.update(f"{trial.attack}: {note}" for note in said)
-    lines = [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]
+    lines = [f"{attack}: fitted in {words}" for attack, words in annex.fits(result).items()]
+    lines += [note + (f" ({count} trials)" if count > 1 else "") for note, count in notes.items()]
     more = [f"{len(lines) - most} more notes are in the result"] if len(lines) > most else []
     return lines[:most] + more
+
+
+def fit_table(name: str, fits: Sequence[Fit]) -> Group:
+    """What is to be prepared, with its cost, and what is there already."""
+    table = Table(title=f"What is prepared for {escape(name)}", box=box.SIMPLE_HEAD)
+    for title in ("attack", "for", "seed", "trials", "CPU s"):
+        side: Literal["left", "right"] = "left" if title in ("attack", "for") else "right"
+        table.add_column(title, justify=side, overflow="fold")
+    for one in fits:
+        cost = "does not apply" if one.reason else f"about {one.cpu_seconds:.1f}"
+        cost = f"done ({one.cpu_seconds:.1f})" if one.done else cost
+        case = one.case
+        place = f"round {case.stage}, {contents.named(case.defence)}"
+        if case.kept is not None:
+            place = " + ".join(("the weak twin", *case.kept))
+        cells = escape(case.attack), escape(place), str(case.seed), str(one.trials), cost
+        table.add_row(*cells)
+    left = [one.cpu_seconds for one in fits if not one.done and not one.reason]
+    words = f"{wording.count(len(left), 'fit')} to make, about {sum(left):.1f} CPU seconds in all"
+    return Group(table, Text(words if left else "all of it is there"))
 
 
 def exposure_table(found: Exposure, most: int = 5) -> Group:

@@ -15,7 +15,15 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import Run, named, refuse_rescaled, shared, told, watch
+from leakgauge.attacks._layers import (
+    Run,
+    named,
+    refuse_rescaled,
+    rehearsing,
+    shared,
+    told,
+    watch,
+)
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.fl.local import ready
 from leakgauge.records import Images, Record, pictures
@@ -101,7 +109,7 @@ def reader(model: nn.Module, target: Target) -> Reader:
 
 def _runs(model: nn.Module, target: Target, images: Tensor) -> list[Run]:
     """Every run of a linear layer or a convolution, in order, as clients would run them."""
-    live = ready(model, target.training)
+    live = ready(model, rehearsing(target, "an imprint"))
     return watch(live, target.record.entering(images), nn.Linear, nn.Conv2d)[0]
 
 

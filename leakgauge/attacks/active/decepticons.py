@@ -83,7 +83,7 @@ class Decepticons:
     scale: float | None = option(None, POSITIVE)
     voice: float = option(1.0, POSITIVE)
     tolerance: float = option(2e-2, POSITIVE)
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
     manipulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear, watch
+from leakgauge.attacks._layers import first_linear, gradient_sum, last_linear, rehearsing, watch
 from leakgauge.attacks.active._imprint import knowledge, public_images, read
 from leakgauge.attacks.analytic import unexplained
 from leakgauge.attacks.inverting_gradients import InvertingGradients
@@ -74,7 +74,7 @@ class Fishing:
     gain: float = option(100.0, POSITIVE)  # γ times the feature's standard deviation
     iterations: int = option(0, count(10_000_000, 0))  # of IG, where division gives no pixels
     restarts: ClassVar[int] = 1
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
     manipulates: ClassVar[bool] = True
 
     def shortened(self, iterations: int, restarts: int) -> Fishing:
@@ -216,7 +216,8 @@ def _feature(model: nn.Module, head: str, target: Target, label: int) -> tuple[i
             f"{2 * target.records} public images of class {label}, got {len(images)}"
         )
     entering = target.record.entering(images)
-    runs, _ = watch(ready(model, target.training), entering, nn.Linear)
+    live = ready(model, rehearsing(target, "fishing"))
+    runs, _ = watch(live, entering, nn.Linear)
     features = next(run.entered for run in runs if run.name == head)  # (images, features)
     spread, unit = features.std(0).max(0)
     if not spread > 0:

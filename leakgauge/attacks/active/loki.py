@@ -82,7 +82,7 @@ class Loki:
     bins: int = option(512, count(100_000, 2))
     functional: Functional = "mean"
     gain: float = option(1.0, POSITIVE)  # of the layer behind the imprint
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
     manipulates: ClassVar[bool] = True
 
     def prepare(

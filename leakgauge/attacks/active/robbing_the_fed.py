@@ -78,7 +78,7 @@ class RobbingTheFed:
     functional: Functional = "mean"
     noise: float = option(0.0, FROM_0)  # on the rows, relative to their own size
     gain: float = option(1.0, POSITIVE)  # behind it: raise it where clients send rounded weights
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
     manipulates: ClassVar[bool] = True
 
     def prepare(

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.attacks._layers import gradient_sum
+from leakgauge.attacks._layers import gradient_sum, rehearsing
 from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import State, advance, loss, minibatches, ready, start
 from leakgauge.papers import Paper
@@ -83,7 +83,7 @@ class Seer:
     alpha_first: float = option(0.25, POSITIVE)
     alpha_last: float = option(8.0, POSITIVE)
     restarts: ClassVar[int] = 1
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
     manipulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Seer:
     ) -> Preparation:
         public = _check(target)
         resources = resources or Resources()
-        live = replace(target.setting, model=ready(target.model, target.training))
+        live = replace(target.setting, model=ready(target.model, rehearsing(target, "SEER")))
         joint = _begin(self, target, public, live, rng)
         checkpoint = resources.checkpoint
         if checkpoint is not None and (before := checkpoint.load()):
@@ -267,7 +267,7 @@ def _trained(
     weights = {name: values[name] for name in joint.model}
     decoder = {name: values[name] for name in DECODER}
     buffers = {name: value.clone() for name, value in joint.buffers.items()}
-    found = gradients(live, weights, buffers, batch, shares, target.training)
+    found = gradients(live, weights, buffers, batch, shares, rehearsing(target, "SEER"))
     rows = torch.stack([read(gradient, joint.chosen) for gradient in found]) * joint.scale
     goal = F.adaptive_avg_pool2d(batch.inputs[chosen], options.side).flatten()
     alpha, lr = _schedule(options, joint.step)
@@ -310,7 +310,7 @@ def _begin(
     leaves = {name: value.requires_grad_() for name, value in weights.items()}
     (first,) = gradients(
         live, leaves, {n: b.clone() for n, b in buffers.items()}, batch,
-        torch.eye(1, target.records), target.training,
+        torch.eye(1, target.records), rehearsing(target, "SEER"),
     )  # fmt: skip
     count = sum(part.numel() for part in first)
     chosen = None
@@ -347,8 +347,9 @@ def _check(target: Target) -> Dataset:
             f"SEER trains on labelled public images, and {other} of {len(target.public)} are of no "
             "class that the clients have"
         )
-    _check_step(target.training, target.records)
-    if target.training.dropout != "off":
+    training = rehearsing(target, "SEER")
+    _check_step(training, target.records)
+    if training.dropout != "off":
         raise NotApplicable("SEER reads one exact gradient; this training draws dropout masks")
     return target.public
 

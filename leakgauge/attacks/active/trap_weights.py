@@ -66,7 +66,7 @@ class TrapWeights:
     sigma: float = option(0.5, POSITIVE)
     magnitudes: Literal["paired", "independent"] = "paired"
     amplitude: Literal["sigma", "host"] = "sigma"
-    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records"})
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({"training", "records", "weights"})
     manipulates: ClassVar[bool] = True
 
     def prepare(
