@@ -43,16 +43,8 @@ class Step:
     name: str
     entries: int
     after: tuple[str, ...]
-    own: tuple[
-        str, ...
-    ]  # parameters of the layers that read it, and of what follows up to the next
-    behind: tuple[str, ...]  # of the layers behind
-    joined: tuple[str, ...]  # of layers that a skip connection joins
+    parameters: tuple[str, ...]  # of layers that read it, what follows, the next, and those joined
     known: str | None = None
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.own, *self.behind, *self.joined)))
 
     def __str__(self) -> str:
         if self.known:
