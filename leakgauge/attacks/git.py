@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -135,7 +136,7 @@ class _Coarse:
             if step.known:
                 continue
             before = sum(sizes[name] for name in step.after)
-            inputs = before + sum(self._width(part) for part in self._parts(step))
+            inputs = before + sum(self._width(part) for part in self._read_by[step.name])
             shapes[f"{step.name}.in.weight"] = (self.options.hidden, inputs)
             shapes[f"{step.name}.in.bias"] = (self.options.hidden,)
             shapes[f"{step.name}.out.weight"] = (size, self.options.hidden)
@@ -151,13 +152,17 @@ class _Coarse:
             return self.outputs
         return step.entries if step.known else min(step.entries, self.options.latent)
 
-    @property
+    @cached_property
     def _known(self) -> dict[str, Step]:
         return {step.known: step for step in self.recursion.steps if step.known}
 
-    def _parts(self, step: Step) -> list[str]:
-        """What a step reads of the update: gradients by their parameters, but of a linear layer
-        whose input is known the error and, if it is not estimated already, that input."""
+    @cached_property
+    def _read_by(self) -> dict[str, list[str]]:
+        return {step.name: self._reads(step) for step in self.recursion.steps}
+
+    def _reads(self, step: Step) -> list[str]:
+        """Gradients by their parameters; but of a linear layer whose input is known the error and,
+        if it is not estimated already, that input."""
         parts: list[str] = []
         for name in step.parameters:
             layer = name.rpartition(".")[0]
@@ -175,7 +180,7 @@ class _Coarse:
             return self._known[layer].entries
         return min(self.entries[part], self.options.entries)
 
-    @property
+    @cached_property
     def _columns(self) -> dict[str, slice]:
         """Where each part stands in what is read."""
         unread = {f"{layer}.weight" for layer in self._known}
@@ -207,7 +212,7 @@ class _Coarse:
                 continue
             name = step.name
             before = [found[one] for one in step.after]
-            told = [rows[:, columns[part]] for part in self._parts(step)]
+            told = [rows[:, columns[part]] for part in self._read_by[step.name]]
             inner = F.linear(
                 torch.cat([*before, *told], 1),
                 weights[f"{name}.in.weight"],
