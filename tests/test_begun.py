@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from leakgauge.attacks.begun import parts
 from leakgauge.audit import Store, cases, parse, references, run
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.document import settings
-from leakgauge.audit.forecast import forecast
+from leakgauge.audit.forecast import _Trying, forecast
 from leakgauge.audit.schema import load
 from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import train
@@ -550,6 +551,11 @@ def test_a_wrong_start_is_refused(attack: dict[str, Any], message: str, tmp_path
         parse(plan(attack), "wrong", tmp_path)
 
 
+def test_settings_stand_at_the_rows_of_own_code_too(tmp_path: Path) -> None:
+    checked = parse(plan({"name": MEAN}, THEN | {"begin": MEAN}, public=20), "own", tmp_path)
+    assert settings(checked.document.attack).keys() == checked.attacks.keys()
+
+
 def test_an_attacker_must_hold_what_the_first_attack_needs(tmp_path: Path) -> None:
     public = THEN | {"begin": "separate-and-decode"}
     with pytest.raises(Withheld, match=r"'separate-and-decode\+smooth-to-sharp' needs 'public'"):
@@ -630,9 +636,34 @@ def test_a_hybrid_meets_what_its_first_attack_prepared(tmp_path: Path) -> None:
     found = result.trials[1].found
     assert found is not None
     assert found.facts["begun_from"] == "MeanPublic"
-    asked = forecast(checked)
-    assert [one.reason for one in asked.attacks] == [None, None]
-    assert len(public_attack.CALLED) == 2  # of the forecast, once for both too
+
+
+def test_code_from_outside_is_known_that_only_a_start_names(tmp_path: Path) -> None:
+    checked = parse(plan(THEN | {"begin": MEAN}, public=20), "learned", tmp_path)
+    assert [method.spec for method in checked.outside] == [MEAN]  # a change of it is noticed
+
+
+def test_a_forecast_counts_a_shared_preparation_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy() -> None:
+        until = time.process_time() + 0.03
+        while time.process_time() < until:
+            pass
+
+    monkeypatch.setattr(public_attack, "WHILE", [busy])
+    for tables in (({"name": MEAN}, THEN | {"begin": MEAN}), (THEN | {"begin": MEAN}, MEAN)):
+        public_attack.CALLED.clear()
+        named = [one if isinstance(one, dict) else {"name": one} for one in tables]
+        checked = parse(plan(*named, public=20), "learned", tmp_path)
+        assert {method.spec for method in checked.outside} == {MEAN}
+        told = forecast(checked)
+        assert [one.reason for one in told.attacks] == [None, None]
+        assert len(public_attack.CALLED) == 1
+        rest = sum(one.cpu_seconds for one in told.attacks)
+        assert 0.55 < told.cpu_seconds - rest < 1.1  # twenty records, 0.03 s each
+        trying = _Trying(checked, tmp_path, lambda name: None)
+        assert len({trying.preparation(case) for case in cases.trials(checked)}) == 1
 
 
 def test_a_hybrid_of_a_malicious_server_sends_what_its_first_attack_prepared(

@@ -7,6 +7,7 @@ result anywhere. Names, data and devices are resolved in plan.py.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -240,10 +241,9 @@ def settings(methods: Sequence[Table]) -> dict[str, str]:
 def _row(method: str | Table) -> str:
     """What rows of a method are called: after those before it, and with what restores its guess."""
     table: Table = {"name": method} if isinstance(method, str) else method
-    own = name_of(table).rpartition(":")[2]  # of module:NAME, the name
     before = [_row(table[BEGIN])] if BEGIN in table else []
-    after = [name_of(table[RESTORE]).rpartition(":")[2]] if RESTORE in table else []
-    return "+".join([*before, own, *after])
+    own = [name_of(one) for one in (table, table.get(RESTORE)) if one is not None]
+    return "+".join([*before, *(re.sub(r"^[\w.]+:(\w+)$", r"\1", name) for name in own)])
 
 
 def duration(text: str, where: str) -> float:

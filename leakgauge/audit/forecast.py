@@ -122,11 +122,14 @@ def forecast(
     def cost(wanted: list[Case], met: list[Case]) -> float:
         """Of these cases, after others whose preparations they meet."""
         done = {None, *map(trying.preparation, met)}
-        new = {key: case for case in wanted if (key := trying.preparation(case)) not in done}
-        left = [case for case in new.values() if not trying.finished(case, prepared)]
+        new: dict[object, float] = {}  # of hybrids, the one tried first had to prepare
+        for case in wanted:
+            key = trying.preparation(case)
+            if key not in done and (key in new or not trying.finished(case, prepared)):
+                new[key] = max(new.get(key, 0.0), between(case, lambda one: one.preparing))
         return (
             sum(between(case, lambda one: one.cpu_seconds) for case in wanted)
-            + sum(between(case, lambda one: one.preparing) for case in left)
+            + sum(new.values())
             + simulation.total(wanted)
         )
 
