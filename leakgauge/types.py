@@ -192,7 +192,8 @@ class Observation(_Set):
     sent (to the victim, where each client got its own; to the first one behind an aggregate).
     `announced` is what the clients' defence tells of itself, known with the training. `answer` is
     what its attacker makes of knowing that defence (threat.adapted); `update` is then the answer's.
-    `round` is the number of the round.
+    `round` is the number of the round. `begin` is the attacker's own earlier guess, from which a
+    search starts; nobody else gives it.
     """
 
     update: Named
@@ -205,6 +206,7 @@ class Observation(_Set):
     announced: Mapping[str, object] | None = None
     answer: Answer | None = None
     round: int = 0
+    begin: Reconstruction | None = None
 
 
 class Keeps(Protocol):

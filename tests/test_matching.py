@@ -419,11 +419,25 @@ def test_the_search_begins_from_given_images(script: Callable[..., Scripted]) ->
     assert torch.equal(begin, kept)
 
 
-def test_images_to_begin_from_need_their_shape_and_pixels() -> None:
-    with pytest.raises(InputError, match=r"must hold images \(1, 2, 4, 6\), got \(2, 4, 6\)"):
+def test_a_later_stage_draws_no_start(script: Callable[..., Scripted]) -> None:
+    script(values([1.0, 2.0]))
+    rng, before = seeded(), seeded().get_state()
+    run(Adam(lr=0.1), 2, begin=torch.zeros(1, *SHAPE), rng=rng)
+    assert torch.equal(rng.get_state(), before)
+
+
+class Shown:
+    """A space of another package that knows no way back from images."""
+
+    boxed = True
+    draw, decode = Pixels.draw, Pixels.decode
+
+
+def test_images_to_begin_from_need_their_shape_and_a_way_into_the_space() -> None:
+    with pytest.raises(InputError, match=r"must hold images \(1, 2, 4, 6\), .*, got \(2, 4, 6\)"):
         run(Adam(), 1, begin=torch.zeros(SHAPE))
-    with pytest.raises(InputError, match=r"LowResolution cannot begin .* use the space 'pixels'"):
-        run(Adam(), 1, begin=torch.zeros(1, *SHAPE), space=LowResolution())
+    with pytest.raises(InputError, match=r"Shown cannot begin .* give it a method encode"):
+        run(Adam(), 1, begin=torch.zeros(1, *SHAPE), space=Shown())
 
 
 # ---------------------------------------------------------------- blended gradients and noise

@@ -436,10 +436,9 @@ def test_from_near_the_truth_it_ends_at_the_truth() -> None:
         ({}, None, "got 1 images, no labels, activations = 0"),
         ({}, torch.tensor([1, 2]), "got 1 images, 2 labels"),
         ({"activations": 0.5}, torch.tensor([1]), "activations = 0.5"),
-        ({"space": "generator"}, torch.tensor([1]), "cannot begin from given images"),
     ],
 )
-def test_images_to_begin_from_need_labels_and_pixels(
+def test_images_to_begin_from_need_labels_and_no_activations(
     options: dict[str, Any], labels: torch.Tensor | None, why: str
 ) -> None:
     with pytest.raises(InputError, match=why):

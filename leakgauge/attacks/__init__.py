@@ -6,6 +6,7 @@ from leakgauge.attacks.active import ACTIVE_ATTACKS
 from leakgauge.attacks.agic import AGIC
 from leakgauge.attacks.analytic import Analytic
 from leakgauge.attacks.bayes import BayesAttack
+from leakgauge.attacks.begun import Begun, begun
 from leakgauge.attacks.coarse_to_fine import CoarseToFine
 from leakgauge.attacks.dlg import DLG
 from leakgauge.attacks.exact_recursion import ExactRecursion
@@ -49,6 +50,7 @@ __all__ = [
     "SAPAG",
     "Analytic",
     "BayesAttack",
+    "Begun",
     "CoarseToFine",
     "ExactRecursion",
     "Exposure",
@@ -60,6 +62,7 @@ __all__ = [
     "LayerExposure",
     "SeparateAndDecode",
     "SmoothToSharp",
+    "begun",
     "exposure",
     "separable",
 ]

@@ -22,7 +22,7 @@ from leakgauge.attacks._labels import LabelRule, knowledge
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._objectives import Distance
 from leakgauge.attacks._priors import total_variation
-from leakgauge.attacks._spaces import SPACES, Pixels, Space, SpaceName, Start
+from leakgauge.attacks._spaces import SPACES, Space, SpaceName, Start
 from leakgauge.errors import InputError
 from leakgauge.fl.local import State, advance
 from leakgauge.fl.local import start as start_state
@@ -273,9 +273,11 @@ def match(
     """Candidates whose gradient matches what was observed.
 
     `labels=None` searches the labels too, as softmax of free logits. `space` is one of your own, in
-    place of that of the search; `begin` are images to start from, in place of its start. `errors`
-    are ∂L/∂logits of the candidates, see `Engine`. An attack of several searches on one update
-    gives them all the same `trust`: the derivative is checked once.
+    place of that of the search; `begin` are images to start from, in place of its start. Without
+    them the attacker's own earlier guess is taken (`seen.begin`), if it holds one. They are for the
+    first restart: the others start as the search does, and no random number is another with them
+    than without. `errors` are ∂L/∂logits of the candidates, see `Engine`. An attack of several
+    searches on one update gives them all the same `trust`: the derivative is checked once.
     """
     training, records = told(seen, "gradient matching")
     iterations, restarts = search.iterations, search.restarts
@@ -289,8 +291,12 @@ def match(
     resources = resources or Resources()
     space = space or SPACES[search.space or "pixels"]()
     shape = (records, *pictures(seen.record).shape)
+    chance = rng if begin is None else spawned(rng, "begin")  # a later stage draws no start
+    if begin is None and seen.begin is not None:
+        begin = in_order(seen.begin, labels)
     if begin is not None:
         _check_begin(begin, shape, space)
+        begin = begin.clamp(0, 1)
     engine = Engine(
         seen,
         training,
@@ -319,10 +325,14 @@ def match(
     found: list[_Problem] = []
     notes: list[str] = []
     ends: set[Stopped] = set()
-    for _ in range(restarts):
-        free = space.draw(shape, search.start, rng) if begin is None else [begin.clone()]
+    for restart in range(restarts):
+        free = [f.to(engine.device, engine.dtype)
+                for f in space.draw(shape, search.start, rng if restart else chance)]  # fmt: skip
+        if begin is not None and not restart:
+            free = space.encode(begin.to(engine.device, engine.dtype), free)
         if labels is None:
-            free.append(torch.randn(records, seen.task.count, generator=rng))
+            logits = torch.randn(records, seen.task.count, generator=rng)
+            free.append(logits.to(engine.device, engine.dtype))
         problem = _Problem(
             engine=engine,
             distance=compared,
@@ -330,7 +340,7 @@ def match(
             priors=priors,
             space=space,
             size=pictures(seen.record).shape[1:],
-            free=[f.to(engine.device, engine.dtype) for f in free],
+            free=free,
             total=iterations,
             patience=patience,
             report=report,
@@ -480,14 +490,39 @@ def shared(resources: Resources | None, total: int) -> Callable[[int], Resources
     return left
 
 
+def in_order(guess: Reconstruction, labels: Tensor | None) -> Tensor:
+    """The guess's images in the order of these labels: each where its own label stands. Those whose
+    label is wanted nowhere fill the rest; where labels are unknown all stay where they are."""
+    images, known = guess.inputs, guess.labels
+    if labels is None or known is None or not len(labels) == len(known) == len(images):
+        return images
+    waiting, own = list(range(len(images))), known.tolist()
+    order: dict[int, int] = {}
+    for place, label in enumerate(labels.tolist()):
+        one = next((i for i in waiting if own[i] == label), None)
+        if one is not None:
+            order[place] = one
+            waiting.remove(one)
+    return images[[order[p] if p in order else waiting.pop(0) for p in range(len(images))]]
+
+
 def _check_begin(begin: Tensor, shape: tuple[int, ...], space: Space) -> None:
-    if not isinstance(space, Pixels):
+    if not hasattr(space, "encode"):  # it may be another package's
         raise InputError(
-            f"a search in the space {type(space).__name__} cannot begin from given images: use the "
-            "space 'pixels'"
+            f"a search in the space {type(space).__name__} cannot begin from given images: give it "
+            "a method encode(images, free), or use the space 'pixels'"
         )
     if begin.shape != shape:
-        raise InputError(f"begin must hold images {shape}, got {tuple(begin.shape)}")
+        raise InputError(
+            f"begin must hold images {shape}, one for each record of the update, got "
+            f"{tuple(begin.shape)}"
+        )
+    if not begin.isfinite().all():
+        bad = int((~begin.isfinite()).sum())
+        raise InputError(
+            f"begin must hold finite images, got {bad} NaN or infinite values of {begin.numel()}: "
+            "begin from another guess"
+        )
 
 
 def _run_adam(problem: _Problem, optimiser: Adam, clamp: bool, rng: torch.Generator) -> None:

@@ -1,7 +1,7 @@
 """Search spaces: what is optimised, and how it becomes an image.
 
-A space draws its free variables and decodes them to images (N, C, H, W). Any attack can use any
-space.
+A space draws its free variables and decodes them to images (N, C, H, W). Given images, it moves the
+variables to where their images are these, or near them. Any attack can use any space.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 Shape: TypeAlias = tuple[int, int, int, int]  # (N, C, H, W)
 Start: TypeAlias = Literal["normal", "uniform", "grey"]
+FIT_STEPS, FIT_LR = 300, 0.003  # of the generator's fit to given images
 SpaceName: TypeAlias = Literal["pixels", "low-resolution", "generator"]
 
 
@@ -25,6 +26,9 @@ class Space(Protocol):
     boxed: ClassVar[bool]
 
     def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]: ...
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        """Variables that show these images, as nearly as they can, begun from drawn ones."""
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor: ...
 
@@ -46,6 +50,9 @@ class Pixels:
     def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
         return [noise(shape, start, rng)]
 
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        return [images.clone()]
+
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
         return free[0]
 
@@ -65,6 +72,9 @@ class LowResolution:
         n, c, h, w = shape
         small = (n, c, max(1, h // self.factor), max(1, w // self.factor))
         return [noise(small, start, rng)]
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        return [F.interpolate(images, size=free[0].shape[2:], mode="area")]
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
         # Bicubic interpolation overshoots: keep what the model sees inside the box.
@@ -105,6 +115,17 @@ class Generator:
         for _ in range(doublings):
             free += [normal(w, w, 3, 3, fan=9 * w), torch.ones(w), torch.zeros(w)]
         return [*free, normal(c, w, 3, 3, fan=9 * w), torch.zeros(c)]
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        leaves = [f.clone().requires_grad_() for f in free]
+        fit = torch.optim.Adam(leaves, lr=FIT_LR)
+        for _ in range(FIT_STEPS):
+            with torch.enable_grad():
+                off = F.mse_loss(self.decode(leaves, (images.shape[2], images.shape[3])), images)
+                for leaf, slope in zip(leaves, torch.autograd.grad(off, leaves), strict=True):
+                    leaf.grad = slope
+            fit.step()
+        return [leaf.detach() for leaf in leaves]
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
         code, first, *blocks, weight, bias = free

@@ -39,7 +39,15 @@ from torch import Tensor
 
 from leakgauge.attacks._labels import infer
 from leakgauge.attacks._layers import told
-from leakgauge.attacks._matching import Adam, LabelledSearch, Prior, constant, match, steps
+from leakgauge.attacks._matching import (
+    Adam,
+    LabelledSearch,
+    Prior,
+    constant,
+    in_order,
+    match,
+    steps,
+)
 from leakgauge.attacks._objectives import cosine
 from leakgauge.attacks._priors import total_variation
 from leakgauge.errors import NotApplicable
@@ -85,7 +93,9 @@ class FedAvgEpochs(LabelledSearch):
         if epochs > 1:
             priors.append((agreement(epochs, seen.record.shape[0], rng), constant(self.prior)))
             # One epoch over E·N candidates: the steps are the client's, each with its own images.
-            seen = replace(seen, records=epochs * records, training=replace(training, epochs=1))
+            begin = seen.begin and repeated(seen.begin, labels, epochs)
+            once = replace(training, epochs=1)
+            seen = replace(seen, records=epochs * records, training=once, begin=begin)
         guess = match(
             seen,
             cosine,
@@ -115,6 +125,12 @@ def whole_epochs(records: int, training: LocalTraining) -> int:
             "set epochs = 'shared'"
         )
     return taken // records
+
+
+def repeated(guess: Reconstruction, labels: Tensor, epochs: int) -> Reconstruction:
+    """An earlier guess in the order of the labels, once for every epoch."""
+    images = in_order(guess, labels).repeat(epochs, 1, 1, 1)
+    return replace(guess, inputs=images, labels=labels.repeat(epochs))
 
 
 def dealt(labels: Tensor, batch_size: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge import diagnostics, metrics, threat
+from leakgauge.attacks.begun import Begun, parts
 from leakgauge.audit import captured, checks, images
 from leakgauge.audit.cases import Case, Work
 from leakgauge.audit.plan import Plan
@@ -113,17 +114,19 @@ class Bench:
         attack = self.plan.attacks[case.attack]
         audit, who = self.plan.document.audit, case.threat(self.plan)
         resources = Resources(device=audit.device, seconds=audit.seconds, progress=progress)
-        key = self.plan.blind.get(case.attack, case.attack)  # the same start, blind or not
-        alone = key.partition("+")[0]  # the same guess, restored or not
-        attack_rng = seeded(case.seed, f"attack/{alone}")
+        rngs = self._chances(case)
         if seen is None:
             assert isinstance(attack, PreparedAttack)
             before = time.process_time()
-            round_, kept = self._played(case, attack, round_, attack_rng, resources)
+            round_, kept = self._played(case, attack, round_, rngs[0], resources)
             self._preparing = time.process_time() - before
             seen = threat.observe(round_, who, kept=kept)
         held = self._adapted(case, round_, seen)
-        guess, prior = self._restored(case, held, attack.reconstruct(held, attack_rng, resources))
+        if isinstance(attack, Begun):
+            guess = attack.reconstruct(held, rngs[-1], resources, rngs[:-1])
+        else:
+            guess = attack.reconstruct(held, rngs[-1], resources)
+        guess, prior = self._restored(case, held, guess)
         found = replace(found_by(guess, seen), adapted=_words(held.answer, guess))
         if not isinstance(round_, Round):
             paths, files = images.drawn(case.id, None, guess.inputs, None)
@@ -139,6 +142,14 @@ class Bench:
             caveats = (*caveats, said)
         score = replace(score, caveats=caveats)
         return replace(found, images=paths), score, files
+
+    def _chances(self, case: Case) -> list[torch.Generator]:
+        """What an attack draws from, of a hybrid one for each attack in it: the same numbers as
+        when that is run alone, blind or not, restored or not."""
+        attack = self.plan.attacks[case.attack]
+        key = self.plan.blind.get(case.attack, case.attack)
+        names = attack.chain if isinstance(attack, Begun) else (key.partition("+")[0],)
+        return [seeded(case.seed, f"attack/{name}") for name in names]
 
     def _adapted(self, case: Case, round_: Exchange, seen: Observation) -> Observation:
         """What an attacker holds who knows the defence of the round, unless the plan's does not. A
@@ -191,7 +202,8 @@ class Bench:
         """What an attack that changes no model prepares for this round. It is drawn from a seed of
         its own, so that every trial with the same model, training and public records meets what
         the first one of them has finished; one that comes while that is at work waits for it."""
-        attack, aim = self._attacks[case.attack], self._aim(case, round_)
+        # A hybrid meets what the attack prepared that it begins with.
+        attack, aim = parts(self._attacks[case.attack])[0], self._aim(case, round_)
         assert isinstance(attack, PreparedAttack)
         key = key_of(attack, aim)
         finished = Checkpoint(self.prepared / f"{key}.finished.safetensors", key)

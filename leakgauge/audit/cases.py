@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias
 
+from leakgauge.attacks.begun import parts
 from leakgauge.audit.document import NO_DEFENCE
 from leakgauge.audit.ladder import factors, weakened
 from leakgauge.audit.plan import Plan
@@ -154,6 +155,10 @@ def ladder(plan: Plan, attack: str) -> list[tuple[str, list[Case]]]:
 
 
 def effort(plan: Plan, name: str) -> int:
-    """How long an attack searches, as its options say: iterations × restarts."""
-    attack = plan.attacks[name]
-    return attack.iterations * attack.restarts if isinstance(attack, Iterative) else 0
+    """How long an attack searches, as its options say: iterations × restarts, of a hybrid those of
+    all its searches."""
+    return sum(
+        part.iterations * part.restarts
+        for part in parts(plan.attacks[name])
+        if isinstance(part, Iterative)
+    )

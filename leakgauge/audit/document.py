@@ -7,6 +7,7 @@ result anywhere. Names, data and devices are resolved in plan.py.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -24,6 +25,8 @@ NO_DEFENCE = "none"
 ANNOUNCED = "announced"  # the defence of captured rounds, which only their clients know
 BLIND = "-blind"  # ends the name of an attack that ignores the defence
 CHAIN = "chain"  # of several defences
+RESTORE = "restore"  # the key of an [[attack]] that names what restores its guess
+BEGIN = "begin"  # the key of an [[attack]] that names the attack whose guess it begins from
 
 
 @dataclass(frozen=True)
@@ -230,9 +233,17 @@ def settings(methods: Sequence[Table]) -> dict[str, str]:
     """Options of each attack or defence as the plan gives them, by the key that names its rows."""
     named: dict[str, str] = {}
     for options in methods:
-        key = unused(str(options["name"]), named)  # as in the plan
+        key = unused(_row(options), named)  # as in the plan
         named[key] = ", ".join(f"{k} = {toml(v)}" for k, v in options.items() if k != "name")
     return named
+
+
+def _row(method: str | Table) -> str:
+    """What rows of a method are called: after those before it, and with what restores its guess."""
+    table: Table = {"name": method} if isinstance(method, str) else method
+    before = [_row(table[BEGIN])] if BEGIN in table else []
+    own = [name_of(one) for one in (table, table.get(RESTORE)) if one is not None]
+    return "+".join([*before, *(re.sub(r"^[\w.]+:(\w+)$", r"\1", name) for name in own)])
 
 
 def duration(text: str, where: str) -> float:

@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 
 from leakgauge import threat
+from leakgauge.attacks.begun import parts
 from leakgauge.audit import cases
 from leakgauge.audit.advice import CAP
 from leakgauge.audit.bench import Bench
@@ -119,10 +120,13 @@ def forecast(
     def cost(wanted: list[Case], met: list[Case]) -> float:
         """Of these cases, after others whose preparations they meet."""
         done = {None, *map(trying.preparation, met)}
-        new = {key: case for case in wanted if (key := trying.preparation(case)) not in done}
+        new: dict[object, float] = {}  # of hybrids, the one tried first had to prepare
+        for case in wanted:
+            if (key := trying.preparation(case)) not in done:
+                new[key] = max(new.get(key, 0.0), between(case, lambda one: one.preparing))
         return (
             sum(between(case, lambda one: one.cpu_seconds) for case in wanted)
-            + sum(between(case, lambda one: one.preparing) for case in new.values())
+            + sum(new.values())
             + simulation.total(wanted)
         )
 
@@ -259,6 +263,7 @@ class _Trying:
         attack = self.plan.attacks[case.attack]
         if not _shares(attack):
             return None
+        attack = parts(attack)[0]  # what a hybrid begins with is what is prepared
         if self.plan.captured and case.kept is None:
             return repr(attack), case.stage
         scenario = case.scenario(self.plan)

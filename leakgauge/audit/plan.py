@@ -21,14 +21,18 @@ from torch import nn
 
 from leakgauge import data, models, threat
 from leakgauge._version import __version__
-from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, ExactRecursion
+from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Begun, ExactRecursion, begun
+from leakgauge.attacks.begun import searches
+from leakgauge.attacks.parts import Search
 from leakgauge.audit import captured, comparison
 from leakgauge.audit import public as public_records
 from leakgauge.audit.document import (
     ANNOUNCED,
+    BEGIN,
     BLIND,
     CHAIN,
     NO_DEFENCE,
+    RESTORE,
     Document,
     Federation,
     Table,
@@ -66,7 +70,6 @@ from leakgauge.types import (
 )
 
 T = TypeVar("T")
-RESTORE = "restore"  # the key of an [[attack]] that names a restorer
 MOST_STEPS = 1_000_000  # of local training, in one round
 
 
@@ -354,12 +357,16 @@ def _each(
             outside += others
             continue
         chosen = options.pop(RESTORE, None) if what == "attack" else None
+        begin = options.pop(BEGIN, None) if what == "attack" else None
         method = find(what, name, ours, folder)
         if method.item is None and options:
             raise PlanError(f"{what} {name!r} takes no options, got {', '.join(options)}")
         found = method.item and method.make(options, f"{what} {name!r}")
         outside += [method] if method.spec else []
         key = method.key
+        if begin is not None:
+            key, found, others = _begun(begin, name, method.key, found, folder)
+            outside += others
         if chosen is not None:
             chosen = convert(chosen, str | dict[str, Any], f"{what} {name!r}: {RESTORE}")
             own, more = _name(chosen, "restorer")
@@ -369,6 +376,29 @@ def _each(
             outside += [restorer] if restorer.spec else []
         made[unused(key, made)] = found
     return made, restorers, outside
+
+
+def _begun(
+    table: object, name: str, key: str, search: Attack, folder: Path
+) -> tuple[str, Begun, list[Method]]:
+    """A search that begins from the guess of the attack of this table, called by both."""
+    where = f"attack {name!r}: {BEGIN}"
+    if not searches(search):
+        can = ", ".join(n for n, one in sorted(ATTACKS.items()) if issubclass(one, Search))
+        raise PlanError(
+            f"{where}: it does not search by matching gradients, so it begins from no other "
+            f"attack's guess: leave {BEGIN} out, or use one that does: {can}"
+        )
+    first_table = convert(table, str | dict[str, Any], where)
+    try:
+        firsts, restorers, outside = _each(
+            "attack", ATTACKS | ACTIVE_ATTACKS, (first_table,), folder
+        )
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    ((called, first),) = firsts.items()
+    hybrid = begun(first, search, restorers.get(called), (called, key))
+    return f"{called}+{key}", hybrid, outside
 
 
 def _chain(options: Table, folder: Path) -> tuple[str, Chain, list[Method]]:

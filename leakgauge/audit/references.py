@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS
 from leakgauge.attacks._labels import PAPERS as OF_RULES
+from leakgauge.attacks.begun import Begun
 from leakgauge.audit.document import CHAIN, Document, Table
 from leakgauge.defences import DEFENCES
 from leakgauge.fl.aggregate import PAPER as FEDERATION
@@ -19,10 +20,19 @@ def of(methods: Iterable[object]) -> tuple[Paper, ...]:
     """Those of methods and of the rules by which they read labels, each once; then those of what
     every audit uses."""
     found: list[Paper] = []
-    for method in methods:
+    for method in (part for whole in methods for part in _parts(whole)):
         found += getattr(method, "papers", ())
         found += OF_RULES.get(getattr(method, "labels", ""), ())
     return tuple(dict.fromkeys([*found, RISK, FEDERATION]))
+
+
+def _parts(method: object) -> Iterator[object]:
+    """Of a hybrid all that it is made of, else the method itself."""
+    if isinstance(method, Begun):
+        yield from _parts(method.first)
+        yield from (method.restore, method.search)
+    else:
+        yield method
 
 
 def known(document: Document, also: Iterable[str] = ()) -> tuple[Paper, ...]:
