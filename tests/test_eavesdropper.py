@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import learned_attack
+import public_attack
 import pytest
 import torch
 from learned_attack import Nearest
 from torch import Tensor, nn
 
-from leakgauge import audit, models
+from leakgauge import audit, exchanges, models, report
 from leakgauge.attacks import Analytic, ExactRecursion, parts
 from leakgauge.attacks._layers import first_linear, last_linear
 from leakgauge.audit import Store, advice, cases, parse, run
@@ -27,6 +28,7 @@ from leakgauge.fl import Scenario, simulate, target
 from leakgauge.fl.local import together, train
 from leakgauge.fl.model import refilled, stripped
 from leakgauge.kept import key_of
+from leakgauge.records import Images
 from leakgauge.report import contents
 from leakgauge.tensors import parameters
 from leakgauge.threat import before, check, covered, observe, passed
@@ -40,6 +42,7 @@ from leakgauge.types import (
     PreparedAttack,
     Resources,
     Round,
+    SecureSum,
     ThreatModel,
 )
 
@@ -189,8 +192,6 @@ def test_the_weights_can_be_granted() -> None:
 
 
 def test_masked_updates_are_no_eavesdroppers() -> None:
-    from leakgauge.types import SecureSum
-
     round_ = replace(played(), secure=SecureSum())
     with pytest.raises(PlanError, match=r'"eavesdropper", but behind secure aggregation nobody'):
         observe(round_, EAVESDROPPER)
@@ -221,6 +222,15 @@ def test_a_query_is_what_a_client_would_send() -> None:
     assert not torch.equal(rng.get_state(), drawn)
     assert all(not value.requires_grad and value.device.type == "cpu" for value in sent.values())
     assert all(torch.equal(model[key], value) for key, value in round_.model.state_dict().items())
+
+
+def test_a_query_of_no_class_is_refused_in_words() -> None:
+    query = target(played(), DIGITS).query
+    assert query is not None
+    for label in (-1, 10):
+        batch = Batch(DIGITS.inputs[:2], torch.tensor([3, label]))
+        with pytest.raises(InputError, match="labels from 0 to 9, and 1 of these 2 are others"):
+            query(batch, seeded())
 
 
 def test_a_query_does_not_follow_what_an_attack_does_to_its_model() -> None:
@@ -440,8 +450,6 @@ def test_a_server_that_learns_applies_the_defence_only_if_it_knows_it(
 
 
 def test_who_does_not_learn_prepares_once_for_all_defences(tmp_path: Path) -> None:
-    import public_attack
-
     public_attack.CALLED.clear()
     checked = plan(attack=[{"name": "public_attack:MeanPublic"}])
     bench = Bench(checked, tmp_path / "prepared")
@@ -516,3 +524,58 @@ def test_the_report_says_who_listens(tmp_path: Path) -> None:
     said = advice.next_steps("below the limit", {}, (), ("", ""), result)
     assert 'actor = "server"' in said[1]
     assert not any("malicious" in step for step in said)
+
+
+def test_without_the_weights_nobody_answers_a_defence(tmp_path: Path) -> None:
+    """Some answers run the model; this attacker has layers alone."""
+    defences = [{"name": "prune"}, {"name": "outpost"}, {"name": "clip", "norm": 0.1}]
+    checked = plan(
+        attack=[{"name": "analytic"}],
+        threat={"actor": "eavesdropper", "grants": ["training", "records"]},
+        defence=defences,
+    )
+    bench = Bench(checked, tmp_path)
+    for case in cases.trials(checked):
+        trial = bench.trial(case, lambda *_: None).trial
+        assert trial.status == "done", trial.error
+        assert trial.found is not None
+        assert trial.found.adapted is None
+        assert trial.realism == "informed"
+
+
+def test_the_reports_of_an_eavesdropper_can_be_written(tmp_path: Path) -> None:
+    result = run(plan(audit=PLAN["audit"] | {"explain": True}), Store(tmp_path / "out"))
+    assert result.explanation is not None
+    for path in report.write(tmp_path / "out", "hide"):
+        text = path.read_text()
+        assert "An eavesdropper" in text
+        assert "Exposed before any attack" not in text
+
+
+def test_a_captured_round_can_be_overheard(tmp_path: Path) -> None:
+    """Whoever reads what travelled: the defence of its clients is not known, and not tested."""
+    round_ = played(defence=Clip(0.1))
+    exchanges.capture(
+        tmp_path / "rounds",
+        round_.model,
+        list(round_.updates),
+        made_by="mlp",
+        record=Images((1, 8, 8)),
+        classes=DIGITS.classes,
+        training=round_.training,
+        sizes=round_.sizes,
+        announced=round_.announced,
+        truths=round_.truths,
+    )
+    federation = {"data": {"captured": str(tmp_path / "rounds")}}
+    seeds = {"seeds": [0], "gallery": 20, "control": False}
+    checked = plan(federation=federation, defence=[{"name": "none"}], audit=seeds)
+    result = run(checked, Store(tmp_path / "out"))
+    [trial] = result.trials
+    assert trial.found is not None, trial.error
+    assert trial.found.adapted is None
+    assert all(target.defence is None for target in learned_attack.CALLED)
+    assert all(target.weights is None for target in learned_attack.CALLED)
+    [row] = result.summary
+    assert row.defence == "announced"
+    assert contents.unknown(row)
