@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from leakgauge.types import (
     Batch,
     Defence,
     Exchange,
+    Here,
     Learned,
     LocalTraining,
     Named,
@@ -234,11 +235,12 @@ def test_a_query_of_no_class_is_refused_in_words() -> None:
 
 
 def test_a_query_does_not_follow_what_an_attack_does_to_its_model() -> None:
-    aim = target(played(), DIGITS)
+    round_ = played()
+    aim = target(round_, DIGITS)
     assert aim.query is not None
     first = aim.query(some(), seeded())
     with torch.no_grad():
-        for value in aim.model.parameters():
+        for value in (*aim.model.parameters(), *round_.model.parameters()):
             value.zero_()
     assert same(aim.query(some(), seeded()), first)
 
@@ -259,15 +261,30 @@ def test_behind_an_aggregate_a_query_is_of_all_records(actor: Any) -> None:
         torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-6)
 
 
+@dataclass(frozen=True)
+class Later:
+    """A defence that does more in every round, and more still the second time it is asked."""
+
+    def announced(self) -> dict[str, object]:
+        return {}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        times = here.memory.setdefault("times", torch.zeros(()))
+        times += 1
+        return {name: value * (1 + here.round) * times for name, value in update.items()}
+
+
 def test_a_query_passes_the_defence_of_the_round_afresh() -> None:
-    defence = Clip(0.01)
+    defence = Later()
     round_ = played(defence=defence, rounds=2)
     assert round_.index == 2
     aim = before(round_, EAVESDROPPER)
     assert aim.query is not None
     assert (aim.defence, aim.round) == (repr(defence), 2)
-    sent = train(round_.setting, some(), round_.training, seeded(), defence, round_=2).update
-    assert same(aim.query(some(), seeded()), sent)
+    sent = train(round_.setting, some(), round_.training, seeded()).update
+    for _ in range(2):
+        found = aim.query(some(), seeded())
+        assert same(found, {name: 3 * value for name, value in sent.items()})
     noisy = before(played(defence=ClipAndNoise(epsilon=10.0, norm=0.1)), EAVESDROPPER)
     assert noisy.query is not None
     rng = seeded()
