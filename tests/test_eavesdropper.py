@@ -496,10 +496,11 @@ def test_a_folder_stays_while_a_preparation_is_not_finished(tmp_path: Path) -> N
         bench.fitted(case, round_, Resources(progress=stop))
     [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (folder / "pairs").exists()
+    (tmp_path / f".{folder.name}.safetensors.abc.tmp").write_bytes(b"half of it")
     steps: list[int] = []
     bench.fitted(case, round_, Resources(progress=lambda done, *_: steps.append(done)))
     assert steps[0] == 4  # from the checkpoint
-    assert not folder.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{folder.name}.finished.safetensors"]
 
 
 def test_an_attack_that_reads_weights_is_refused_before_it_runs() -> None:

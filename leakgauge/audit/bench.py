@@ -237,6 +237,8 @@ class Bench:
             told = made.kept.facts.get("cpu_seconds")  # with what it took before it was stopped
             finished.save(made.kept, told if isinstance(told, int | float) else spent)
             (self.prepared / f"{key}.safetensors").unlink(missing_ok=True)
+            for half in self.prepared.glob(f".{key}.*.tmp"):  # of a write that was killed
+                half.unlink(missing_ok=True)
             shutil.rmtree(self.prepared / key, ignore_errors=True)
             found = finished.finished()  # as all later trials meet it
             assert found is not None
