@@ -45,7 +45,8 @@ class Nearest:
         if resources.checkpoint and (before := resources.checkpoint.load()):
             found = list(before.tensors["updates"])
         for i in range(len(found), self.pairs):
-            batch = Batch(public.inputs[i : i + 1], public.labels[i : i + 1])
+            labels = public.labels[i : i + 1].clamp_min(0)  # of no class: any will do
+            batch = Batch(public.inputs[i : i + 1], labels)
             update = query(batch, torch.Generator().manual_seed(i))
             found.append(torch.cat([value.flatten() for value in update.values()]))
             if resources.folder:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import learned_attack
+import public_attack
 import pytest
 import torch
 from learned_attack import Nearest
 from torch import Tensor, nn
 
-from leakgauge import audit, models
+from leakgauge import audit, exchanges, models, report
 from leakgauge.attacks import Analytic, ExactRecursion, parts
 from leakgauge.attacks._layers import first_linear, last_linear
 from leakgauge.audit import Store, advice, cases, parse, run
@@ -27,6 +28,7 @@ from leakgauge.fl import Scenario, simulate, target
 from leakgauge.fl.local import together, train
 from leakgauge.fl.model import refilled, stripped
 from leakgauge.kept import key_of
+from leakgauge.records import Images
 from leakgauge.report import contents
 from leakgauge.tensors import parameters
 from leakgauge.threat import before, check, covered, observe, passed
@@ -34,12 +36,14 @@ from leakgauge.types import (
     Batch,
     Defence,
     Exchange,
+    Here,
     Learned,
     LocalTraining,
     Named,
     PreparedAttack,
     Resources,
     Round,
+    SecureSum,
     ThreatModel,
 )
 
@@ -189,8 +193,6 @@ def test_the_weights_can_be_granted() -> None:
 
 
 def test_masked_updates_are_no_eavesdroppers() -> None:
-    from leakgauge.types import SecureSum
-
     round_ = replace(played(), secure=SecureSum())
     with pytest.raises(PlanError, match=r'"eavesdropper", but behind secure aggregation nobody'):
         observe(round_, EAVESDROPPER)
@@ -223,12 +225,22 @@ def test_a_query_is_what_a_client_would_send() -> None:
     assert all(torch.equal(model[key], value) for key, value in round_.model.state_dict().items())
 
 
+def test_a_query_of_no_class_is_refused_in_words() -> None:
+    query = target(played(), DIGITS).query
+    assert query is not None
+    for label in (-1, 10):
+        batch = Batch(DIGITS.inputs[:2], torch.tensor([3, label]))
+        with pytest.raises(InputError, match="labels from 0 to 9, and 1 of these 2 are others"):
+            query(batch, seeded())
+
+
 def test_a_query_does_not_follow_what_an_attack_does_to_its_model() -> None:
-    aim = target(played(), DIGITS)
+    round_ = played()
+    aim = target(round_, DIGITS)
     assert aim.query is not None
     first = aim.query(some(), seeded())
     with torch.no_grad():
-        for value in aim.model.parameters():
+        for value in (*aim.model.parameters(), *round_.model.parameters()):
             value.zero_()
     assert same(aim.query(some(), seeded()), first)
 
@@ -249,15 +261,30 @@ def test_behind_an_aggregate_a_query_is_of_all_records(actor: Any) -> None:
         torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-6)
 
 
+@dataclass(frozen=True)
+class Later:
+    """A defence that does more in every round, and more still the second time it is asked."""
+
+    def announced(self) -> dict[str, object]:
+        return {}
+
+    def on_update(self, update: Named, here: Here, rng: torch.Generator) -> Named:
+        times = here.memory.setdefault("times", torch.zeros(()))
+        times += 1
+        return {name: value * (1 + here.round) * times for name, value in update.items()}
+
+
 def test_a_query_passes_the_defence_of_the_round_afresh() -> None:
-    defence = Clip(0.01)
+    defence = Later()
     round_ = played(defence=defence, rounds=2)
     assert round_.index == 2
     aim = before(round_, EAVESDROPPER)
     assert aim.query is not None
     assert (aim.defence, aim.round) == (repr(defence), 2)
-    sent = train(round_.setting, some(), round_.training, seeded(), defence, round_=2).update
-    assert same(aim.query(some(), seeded()), sent)
+    sent = train(round_.setting, some(), round_.training, seeded()).update
+    for _ in range(2):
+        found = aim.query(some(), seeded())
+        assert same(found, {name: 3 * value for name, value in sent.items()})
     noisy = before(played(defence=ClipAndNoise(epsilon=10.0, norm=0.1)), EAVESDROPPER)
     assert noisy.query is not None
     rng = seeded()
@@ -440,8 +467,6 @@ def test_a_server_that_learns_applies_the_defence_only_if_it_knows_it(
 
 
 def test_who_does_not_learn_prepares_once_for_all_defences(tmp_path: Path) -> None:
-    import public_attack
-
     public_attack.CALLED.clear()
     checked = plan(attack=[{"name": "public_attack:MeanPublic"}])
     bench = Bench(checked, tmp_path / "prepared")
@@ -471,10 +496,11 @@ def test_a_folder_stays_while_a_preparation_is_not_finished(tmp_path: Path) -> N
         bench.fitted(case, round_, Resources(progress=stop))
     [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (folder / "pairs").exists()
+    (tmp_path / f".{folder.name}.safetensors.abc.tmp").write_bytes(b"half of it")
     steps: list[int] = []
     bench.fitted(case, round_, Resources(progress=lambda done, *_: steps.append(done)))
     assert steps[0] == 4  # from the checkpoint
-    assert not folder.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{folder.name}.finished.safetensors"]
 
 
 def test_an_attack_that_reads_weights_is_refused_before_it_runs() -> None:
@@ -516,3 +542,58 @@ def test_the_report_says_who_listens(tmp_path: Path) -> None:
     said = advice.next_steps("below the limit", {}, (), ("", ""), result)
     assert 'actor = "server"' in said[1]
     assert not any("malicious" in step for step in said)
+
+
+def test_without_the_weights_nobody_answers_a_defence(tmp_path: Path) -> None:
+    """Some answers run the model; this attacker has layers alone."""
+    defences = [{"name": "prune"}, {"name": "outpost"}, {"name": "clip", "norm": 0.1}]
+    checked = plan(
+        attack=[{"name": "analytic"}],
+        threat={"actor": "eavesdropper", "grants": ["training", "records"]},
+        defence=defences,
+    )
+    bench = Bench(checked, tmp_path)
+    for case in cases.trials(checked):
+        trial = bench.trial(case, lambda *_: None).trial
+        assert trial.status == "done", trial.error
+        assert trial.found is not None
+        assert trial.found.adapted is None
+        assert trial.realism == "informed"
+
+
+def test_the_reports_of_an_eavesdropper_can_be_written(tmp_path: Path) -> None:
+    result = run(plan(audit=PLAN["audit"] | {"explain": True}), Store(tmp_path / "out"))
+    assert result.explanation is not None
+    for path in report.write(tmp_path / "out", "hide"):
+        text = path.read_text()
+        assert "An eavesdropper" in text
+        assert "Exposed before any attack" not in text
+
+
+def test_a_captured_round_can_be_overheard(tmp_path: Path) -> None:
+    """Whoever reads what travelled: the defence of its clients is not known, and not tested."""
+    round_ = played(defence=Clip(0.1))
+    exchanges.capture(
+        tmp_path / "rounds",
+        round_.model,
+        list(round_.updates),
+        made_by="mlp",
+        record=Images((1, 8, 8)),
+        classes=DIGITS.classes,
+        training=round_.training,
+        sizes=round_.sizes,
+        announced=round_.announced,
+        truths=round_.truths,
+    )
+    federation = {"data": {"captured": str(tmp_path / "rounds")}}
+    seeds = {"seeds": [0], "gallery": 20, "control": False}
+    checked = plan(federation=federation, defence=[{"name": "none"}], audit=seeds)
+    result = run(checked, Store(tmp_path / "out"))
+    [trial] = result.trials
+    assert trial.found is not None, trial.error
+    assert trial.found.adapted is None
+    assert all(target.defence is None for target in learned_attack.CALLED)
+    assert all(target.weights is None for target in learned_attack.CALLED)
+    [row] = result.summary
+    assert row.defence == "announced"
+    assert contents.unknown(row)

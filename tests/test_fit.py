@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from leakgauge import audit, cli
 from leakgauge.audit import Store, fit, parse, run
 from leakgauge.errors import NotApplicable, PlanError
 from leakgauge.report import annex, terminal
+from leakgauge.types import Preparation
 
 PLAN: dict[str, Any] = {
     "federation": {
@@ -226,6 +227,23 @@ class Never(Nearest):
 
     def prepare(self, *_: Any, **__: Any) -> Any:
         raise NotApplicable("not here") if self.error == "applies" else ZeroDivisionError("oh")
+
+
+@dataclass(frozen=True)
+class Counting(Nearest):
+    """It knows itself what it took, before it was stopped too."""
+
+    def prepare(self, *args: Any, **options: Any) -> Preparation:
+        made = super().prepare(*args, **options)
+        return replace(made, kept=replace(made.kept, facts={"cpu_seconds": 1234.5}))
+
+
+def test_what_a_fit_took_is_what_the_attack_says_that_it_took(tmp_path: Path) -> None:
+    counting = plan(attack=[{"name": "test_fit:Counting"}])
+    assert {one.cpu_seconds for one in fit.fit(counting, Store(tmp_path))} == {1234.5}
+    result = run(counting, Store(tmp_path))
+    assert {trial.times.fit for trial in result.trials} == {1234.5}
+    assert annex.fits(result)["Counting"].endswith("4 fits for 4 trials")
 
 
 def write(folder: Path, *attacks: str, more: str = "") -> Path:

@@ -81,6 +81,7 @@ class Bench:
         self._attacks = plan.attacks  # also where a forecast shortens them: they prepare the same
         self._preparing = 0.0  # CPU seconds of the running trial
         self._fit = 0.0  # of what it found prepared, or prepared itself
+        self._shared: str | None = None  # the key of that
         self._key: tuple[object, ...] | None = None
         self._round: Round | None = None
 
@@ -93,7 +94,7 @@ class Bench:
     def trial(self, case: Case, progress: Progress) -> Done:
         """One trial, from simulation to scores."""
         began, cpu = time.monotonic(), time.process_time()
-        self._preparing = self._fit = 0.0
+        self._preparing, self._fit, self._shared = 0.0, 0.0, None
 
         def took() -> Times:
             wall, spent = time.monotonic() - began, time.process_time() - cpu
@@ -136,7 +137,7 @@ class Bench:
         adapted = _words(held.answer, guess)
         if isinstance(attack, Learned) and self._passed(case, round_):
             adapted = LEARNED
-        found = replace(found_by(guess, seen), adapted=adapted)
+        found = replace(found_by(guess, seen), adapted=adapted, prepared=self._shared)
         if not isinstance(round_, Round):
             paths, files = images.drawn(case.id, None, guess.inputs, None)
             return replace(found, images=paths), None, files
@@ -228,6 +229,7 @@ class Bench:
         the first one of them has finished; one that comes while that is at work waits for it."""
         attack, aim, finished = self._sought(case, round_)
         key = finished.key
+        self._shared = key[:16]
         with alone(self.prepared / f"{key}.lock"):
             if (found := finished.finished()) is not None:
                 kept, self._fit = found
@@ -244,6 +246,8 @@ class Bench:
             told = made.kept.facts.get("cpu_seconds")  # with what it took before it was stopped
             finished.save(made.kept, told if isinstance(told, int | float) else spent)
             (self.prepared / f"{key}.safetensors").unlink(missing_ok=True)
+            for half in self.prepared.glob(f".{key}.*.tmp"):  # of a write that was killed
+                half.unlink(missing_ok=True)
             shutil.rmtree(self.prepared / key, ignore_errors=True)
             found = finished.finished()  # as all later trials meet it
             assert found is not None

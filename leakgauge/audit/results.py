@@ -73,7 +73,8 @@ class Found:
     `stopped` says why the search ended. `differed` is the error of a fast derivative that was not
     used. `zero_tensors` and `sparsity` describe the observed update. `guard` is what the guard of
     the attacked client said of the model that a malicious server sent. `adapted` says what the
-    attacker did who knows the defence; None if there is none, or if it did not adapt.
+    attacker did who knows the defence; None if there is none, or if it did not adapt. `prepared`
+    tells what the attack found prepared from what others found.
     """
 
     guesses: int
@@ -91,6 +92,7 @@ class Found:
     sparsity: float = 0.0
     guard: str | None = None
     adapted: str | None = None
+    prepared: str | None = None
     images: Pictures | None = None
 
 

@@ -127,6 +127,12 @@ def _query(setting: Setting, training: LocalTraining, defence: Defence | None, i
     setting = replace(setting, model=copy.deepcopy(setting.model))
 
     def query(batch: Batch, rng: torch.Generator) -> Named:
+        wrong = int(((batch.labels < 0) | (batch.labels >= setting.task.count)).sum())
+        if wrong:
+            raise InputError(
+                f"a client trains on labels from 0 to {setting.task.count - 1}, and {wrong} of "
+                f"these {len(batch)} are others (-1: of no class that clients have): draw them"
+            )
         # What training draws beside the order it draws from where a generator is: move it on.
         own = seeded(int(torch.randint(2**62, (), generator=rng)))
         found = train(setting, batch, training, own, defence, round_=index)

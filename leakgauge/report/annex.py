@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 
 from leakgauge.audit.document import Document
@@ -39,14 +40,16 @@ def annex(result: Result, folder: Path | None) -> list[tuple[str, str]]:
 
 def fits(result: Result) -> dict[str, str]:
     """What attacks prepared before the round that trials share: by attack, what it cost."""
-    found: dict[str, list[float]] = {}
+    fits: dict[str, dict[str, float]] = {}
+    trials: Counter[str] = Counter()
     for trial in result.trials:
-        if trial.times.fit:
-            found.setdefault(trial.attack, []).append(trial.times.fit)
+        if trial.found and trial.found.prepared:
+            trials[trial.attack] += 1
+            fits.setdefault(trial.attack, {})[trial.found.prepared] = trial.times.fit
     return {
-        attack: f"{duration(sum({*seconds}))} of CPU time, "
-        f"{count(len({*seconds}), 'fit')} for {count(len(seconds), 'trial')}"
-        for attack, seconds in found.items()
+        attack: f"{duration(sum(seconds.values()))} of CPU time, "
+        f"{count(len(seconds), 'fit')} for {count(trials[attack], 'trial')}"
+        for attack, seconds in fits.items()
     }
 
 
