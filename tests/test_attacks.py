@@ -18,7 +18,9 @@ from leakgauge import metrics, models
 from leakgauge.attacks import (
     ATTACKS,
     DLG,
+    GIT,
     IDLG,
+    LTI,
     Analytic,
     ExactRecursion,
     InvertingGradients,
@@ -105,9 +107,10 @@ def paired(guess: Tensor, truth: Tensor) -> Tensor:
 
 
 def quick(name: str, **options: Any) -> Attack:
-    """The attack with a few iterations."""
+    """The attack with a few iterations, or of what learns, a few pairs."""
     known = {f.name for f in dataclasses.fields(ATTACKS[name])}  # type: ignore[arg-type]
-    return ATTACKS[name](**{k: v for k, v in ({"iterations": 4} | options).items() if k in known})
+    short = {"iterations": 4} | ({"pairs": 24, "steps": 3} if "pairs" in known else {})
+    return ATTACKS[name](**{k: v for k, v in (short | options).items() if k in known})
 
 
 def tiny() -> nn.Module:
@@ -190,8 +193,10 @@ def test_the_same_bytes_wherever_the_update_lies_in_memory(name: str) -> None:
 CLOSED = {
     "analytic",
     "exact-recursion",
+    "git",
+    "lti",
     "separate-and-decode",
-}  # linear algebra down to the image: nothing is drawn
+}  # linear algebra down to the image, or learned before: nothing is drawn
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in CLOSED])
@@ -420,6 +425,38 @@ def exact_separate_and_decode() -> None:
         assert guess.facts["decoder_psnr"] < 25  # the search is what makes it exact
 
 
+def exact_git() -> None:
+    """The exact recursion finds the image, and the weights that it was never shown: those of a
+    network whose errors, of nine dimensions, show them all."""
+    model = network("mlp", hidden=(12, 8), activation="tanh")
+    git = GIT(steps_of="exact", pairs=900, steps=1500, lr=0.03, batch=64)
+    round_ = played(model, LocalTraining(lr=0.1))
+    threat = exactly(git)
+    data = digits()
+    others = Dataset("others", data.inputs[100:], data.labels[100:], data.classes)
+    kept = git.prepare(before(round_, threat, others), seeded(3)).kept
+    guess = git.reconstruct(observe(round_, threat, kept=kept), seeded())
+    assert float(metrics.psnr(guess.inputs, covered(round_, threat).inputs)) > 40
+    truth, found = model.get_parameter("fc3.weight").detach(), kept.tensors["fc3.weight"]
+    truth, found = truth - truth.mean(0), found - found.mean(0)  # a shift of all logits is not seen
+    assert float((found - truth).norm() / truth.norm()) < 0.1
+
+
+def exact_lti() -> None:
+    """A network without hidden layers in a world where the update is the image, times a class."""
+    model = network("mlp", hidden=())
+    lti = LTI(pairs=1200, steps=500, hidden=200, layers=1)
+    round_ = played(model, LocalTraining(lr=0.1))
+    threat = exactly(lti)
+    data = digits()
+    others = Dataset("others", data.inputs[100:], data.labels[100:], data.classes)
+    kept = lti.prepare(before(round_, threat, others), seeded(3)).kept
+    guess = lti.reconstruct(observe(round_, threat, kept=kept), seeded())
+    psnr = float(metrics.psnr(guess.inputs, covered(round_, threat).inputs))
+    assert psnr > kept.facts["mean_psnr"] + 4
+    assert kept.facts["psnr"] > kept.facts["mean_psnr"] + 6
+
+
 def exact_smooth_to_sharp() -> None:
     """The finish reaches the solution to the digits of the float32 update."""
     round_ = played(network("lenet-zhu", seed=1, init="wide-uniform"), seed=1)
@@ -440,6 +477,8 @@ EXACT: dict[str, Callable[[], None]] = {
     "dlg": exact_dlg,
     "exact-recursion": exact_exact_recursion,
     "fedavg-epochs": exact_fedavg_epochs,
+    "git": exact_git,
+    "lti": exact_lti,
     "fedleak": lambda: recognises(quick("fedleak", iterations=100)),
     "idlg": exact_idlg,
     "inverting-gradients": exact_inverting_gradients,

@@ -209,6 +209,8 @@ QUICK: dict[str, dict[str, Any]] = {
     "exact-recursion": {"evaluations": 20, "restarts": 1},
     "fishing": {"iterations": 2},
     "separate-and-decode": {"steps": 2, "images": 32, "evaluations": 20},
+    "git": {"pairs": 24, "steps": 2},
+    "lti": {"pairs": 24, "steps": 2},
 }
 
 
