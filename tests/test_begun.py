@@ -38,7 +38,7 @@ from leakgauge.attacks.begun import parts
 from leakgauge.audit import Store, cases, parse, references, run
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.document import settings
-from leakgauge.audit.forecast import _Trying, forecast
+from leakgauge.audit.forecast import Trying, forecast
 from leakgauge.audit.schema import load
 from leakgauge.errors import InputError, NotApplicable, PlanError, Withheld
 from leakgauge.fl.local import train
@@ -354,8 +354,8 @@ def test_hybrids_nest(starts: list[Tensor]) -> None:
 
 def test_it_needs_what_both_need() -> None:
     search = InvertingGradients(labels="known")
-    assert begun(Known(), search).needs == {"records", "training", "labels"}
-    assert begun(Learned(), search).needs == {"records", "training", "labels", "public"}
+    assert begun(Known(), search).needs == {"records", "training", "labels", "weights"}
+    assert begun(Learned(), search).needs == {"records", "training", "labels", "weights", "public"}
     with pytest.raises(Withheld, match="'public'"):
         threat.check("x", begun(Learned(), InvertingGradients()), ThreatModel(), public=False)
 
@@ -662,7 +662,7 @@ def test_a_forecast_counts_a_shared_preparation_once(
         assert len(public_attack.CALLED) == 1
         rest = sum(one.cpu_seconds for one in told.attacks)
         assert 0.55 < told.cpu_seconds - rest < 1.1  # twenty records, 0.03 s each
-        trying = _Trying(checked, tmp_path, lambda name: None)
+        trying = Trying(checked, tmp_path, lambda name: None)
         assert len({trying.preparation(case) for case in cases.trials(checked)}) == 1
 
 

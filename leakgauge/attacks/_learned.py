@@ -133,7 +133,8 @@ def recall(network: Network, seen: Observation) -> Reconstruction:
         f"updates{through}; {facts['psnr']:.1f} dB on {facts['held_out']} pairs held out, whose "
         f"mean image has {facts['mean_psnr']:.1f} dB"
     )
-    told = {f"learned_{key}": value for key, value in facts.items() if key != "defence"}
+    unsaid = ("defence", "cpu_seconds")  # a note has the one, the audit tells the other
+    told = {f"learned_{key}": value for key, value in facts.items() if key not in unsaid}
     told |= {"network": network.words.splitlines()} if network.words else {}
     return Reconstruction(
         inputs=inputs,

@@ -242,7 +242,7 @@ def _shapes(
     traced: fx.GraphModule, shape: tuple[int, ...]
 ) -> dict[fx.Node, tuple[int, ...] | None]:
     """The shape of each value but for the batch, told without computing it; empty for several
-    tensors, None for what is none."""
+    tensors, None for what is no tensor."""
     found: dict[fx.Node, tuple[int, ...] | None] = {}
 
     class Shapes(fx.Interpreter):

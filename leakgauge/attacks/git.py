@@ -306,7 +306,7 @@ class Chain:
 
 
 def chain(model: nn.Module, shape: tuple[int, int, int]) -> Chain:
-    """The layers of a fully connected network, or why it is none."""
+    """The layers of a fully connected network, or why it is not one."""
     why = (
         "GIT's exact recursion is for fully connected layers with ReLU, leaky ReLU, sigmoid or tanh"
     )
