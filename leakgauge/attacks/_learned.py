@@ -27,6 +27,7 @@ from leakgauge.tensors import seeded
 from leakgauge.types import Batch, Kept, Named, Observation, Reconstruction, Resources, Target
 
 LOOKS = 30  # at the pairs held out, in a whole fit
+TRIED = 5  # steps, to tell how long one takes
 FAR = 10.0  # deviations: what is read that lies further off counts as this far
 
 Weights: TypeAlias = Mapping[str, Tensor]
@@ -130,8 +131,7 @@ def recall(network: Network, seen: Observation) -> Reconstruction:
     through = "" if facts["defence"] is None else ", which had passed the clients' defence"
     note = (
         f"learned from {facts['pairs']:,} pairs of public images of {facts['public']} and their "
-        f"updates{through}; {facts['psnr']:.1f} dB on {facts['held_out']} pairs held out, whose "
-        f"mean image has {facts['mean_psnr']:.1f} dB"
+        f"updates{through}"
     )
     unsaid = ("defence", "cpu_seconds")  # a note has the one, the audit tells the other
     told = {f"learned_{key}": value for key, value in facts.items() if key not in unsaid}
@@ -234,7 +234,7 @@ class _Gauge:
 
     @classmethod
     def of(cls, network: Network, course: Course, target: Target, resources: Resources) -> _Gauge:
-        """One pair and one step are tried, if anybody wants to know."""
+        """A pair and some steps are tried, if anybody wants to know."""
         if resources.progress is None:
             return cls(resources, course, 1.0, 1.0)
         assert target.public is not None
@@ -242,13 +242,18 @@ class _Gauge:
         picked = torch.arange(target.records)
         batch = Batch(target.public.inputs[picked].float(), picked % target.task.count)
         began = time.process_time()
-        width = len(network.reader(target.query(batch, seeded("tried"))))
+        row = network.reader(target.query(batch, seeded("tried")))
         asked = time.process_time()
-        leaves = {n: torch.zeros(shape, requires_grad=True) for n, shape in network.shapes.items()}
-        with torch.enable_grad():
-            shown = network.forward(leaves, torch.ones(course.batch, width)).square().mean()
-            torch.autograd.grad(shown, list(leaves.values()), materialize_grads=True)
-        return cls(resources, course, asked - began, time.process_time() - asked)
+        rows = row.expand(course.batch, -1)
+
+        def error(weights: Weights, rng: torch.Generator) -> Tensor:
+            truths = torch.stack([batch.inputs for _ in range(course.batch)])
+            return _errors(network.forward(weights, rows).view(truths.shape), truths).mean()
+
+        mean = batch.inputs.mean(0).flatten()
+        lesson = Lesson(lambda: network.drawn(mean, seeded("tried")), error, lambda weights: 0.0)
+        fit(lesson, Pace(TRIED, course.lr), seeded("tried"), Resources(), Clock(0.0, math.inf))
+        return cls(resources, course, asked - began, (time.process_time() - asked) / TRIED)
 
     def asked(self, pairs: int) -> None:
         self._tell(pairs * self.pair, 0.0)
