@@ -247,7 +247,9 @@ def table(given: argparse.Namespace) -> Rows:
             rows[f"{model} GIT, nothing computed"] = lambda w=world, g=printed: learned(g, w, given)
             ig = InvertingGradients(iterations=given.iterations)
             rows[f"{model} IG"] = lambda w=world, a=ig: searched(a, w, given)
-            rows[f"{model} DLG"] = lambda w=world: searched(DLG(iterations=given.iterations), w, given)
+            rows[f"{model} DLG"] = lambda w=world: searched(
+                DLG(iterations=given.iterations), w, given
+            )
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,18 @@ def test_killed_pairs_go_on_where_they_were_and_are_the_same(tmp_path: Path) -> 
     assert left == 20
     assert torch.equal(again.read, whole.read)
     assert json.loads((tmp_path / "part" / "pairs.json").read_text())["done"] == 120
+
+
+def test_without_a_folder_pairs_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pairs = asked(aim(played()))
+    assert len(list(tmp_path.glob("*/pairs.f32"))) == 1
+    pairs.close()
+    assert not list(tmp_path.iterdir())
+    LTI(pairs=40, steps=2, hidden=5).prepare(aim(played()), seeded())
+    assert not list(tmp_path.iterdir())
 
 
 def test_pairs_of_another_number_or_width_are_not_met(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -87,6 +88,15 @@ def learn(
     check(target, course.pairs)
     gauge = _Gauge.of(network, course, target, resources)
     pairs = Pairs.asked_of(target, course.pairs, network.reader, resources, clock, gauge.asked)
+    with closing(pairs):
+        return _fitted(network, course, pairs, rng, resources, clock, gauge)
+
+
+def _fitted(
+    network: Network, course: Course, pairs: Pairs, rng: torch.Generator, resources: Resources,
+    clock: Clock, gauge: _Gauge,
+) -> Kept:  # fmt: skip
+    target = pairs.target
     lesson = _Lesson.of(network, pairs, course.batch)
     pace = Pace(course.steps, course.lr, every=max(1, course.steps // LOOKS))
     shown = replace(resources, progress=gauge.stepped if resources.progress else None)

@@ -59,6 +59,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.read)
 
+    def close(self) -> None:
+        """Leave the folder, which is gone then if it was a temporary one."""
+        self._place.close()
+
     def inputs(self, rows: Sequence[int]) -> Tensor:
         """The records of these pairs: (rows, records, C, H, W)."""
         return torch.stack([self._batch(k).inputs for k in rows])
