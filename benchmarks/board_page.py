@@ -53,8 +53,8 @@ That is no protection: linear algebra takes such updates apart.
 [Separate and decode](methods/separate-and-decode.md#measured), which holds public images too, has
 its rows on its own page: untrained ResNet-10, ReLU, train batch norm, batch 16, and four local
 steps of batch 4, every image of five draws at 83 dB or more; trained to 81 %, batch 8: 24 dB.
-[GIT and LTI](methods/git.md#measured), which learn from public pairs and hold no weights, have theirs
-beside the numbers of their papers on theirs.
+[GIT and LTI](methods/git.md#measured), which learn from public pairs and hold no weights, stand
+beside the numbers of their papers on the page of GIT.
 
 ![every image's PSNR by attack, on six setups](images/board.png)
 
