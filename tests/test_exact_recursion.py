@@ -241,6 +241,15 @@ def test_peeling_stops_at_a_pool_and_says_so() -> None:
     assert done.lowest.name == "pool2"
 
 
+def test_peeling_stops_where_equations_are_too_few_and_says_so() -> None:
+    """One record of 16 × 16 pixels, 16 outputs of 3 × 3, and a sum above whose other part is not
+    known: nothing is solved for."""
+    seen, _ = federated("resnet-10", width=0.25, init="kaiming-normal-fan-out")
+    read = Read(seen, seeded(), Resources())
+    assert read.done.lowest.name == "layer1_0_act2"
+    assert "0.56 equations for each of its unknowns" in read.done.stopped
+
+
 # ---------------------------------------------------------------- refusals
 
 

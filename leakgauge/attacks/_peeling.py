@@ -307,7 +307,8 @@ def _by_channel(
         value = _grounded(value, null).reshape(records, *shape)
         if not trace.norms:
             break
-        value = _sized(done, node, value)
+        if all(system.rows.norm for system in systems):  # without one its size is told
+            value = _sized(done, node, value)
         moved = max(system.follow(node, value) for system in systems)
         if moved < NORM_SOLVED:
             break
@@ -546,7 +547,8 @@ def _correct(done: Peeled, layer: fx.Node, left: Tensor, seen: Tensor, spoilt: T
     if above is None or above not in known or trace.kind[above] != "relu":
         return
     views = windows(seen, trace.layer(layer))
-    if trace.norms:
+    if _norm_behind(trace, layer) is not None:
+        views = views.clone()
         for step, _ in done.steps:
             views[step] -= views[step].mean((0, 1))
     views = views.flatten(0, 1)  # (N·positions, inputs·k²)
