@@ -29,7 +29,7 @@ from leakgauge.types import LocalTraining, Named
 
 NODE = "layer3_0_act1"
 BATCH = 16
-DONOR, LONG, SHORT = 1000, 500, 250  # steps
+DONOR, LONG, SHORT = 500, 500, 250  # steps
 
 
 def pairs_of(seed: int, count: int) -> tuple[_Pairs, dict[str, tuple[int, ...]]]:
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--images", type=int, default=5000)
+    parser.add_argument("--images", type=int, default=4000)
     given = parser.parse_args()
     pairs, shapes = pairs_of(tuned(BATCH, 0)[1], given.images)
     donor, psnr, seconds = fitted(pairs, shapes, DONOR)
