@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leakgauge import metrics, models
 from leakgauge.attacks import ExactRecursion, _separation
-from leakgauge.attacks._peeling import Peeled, Watch, _solved, peel
+from leakgauge.attacks._peeling import Peeled, Watch, _solve, _solved, peel
 from leakgauge.attacks._separation import (
     common_maps,
     gradient_of,
@@ -231,6 +231,16 @@ def test_a_wrong_mask_is_found_and_put_right() -> None:
     assert mended is not None
     assert known[found.source].view(-1)[smallest] > 0
     assert torch.allclose(mended[0], right[0], atol=1e-4 * float(right[0].max()))
+
+
+def test_conjugate_gradients_go_on_from_what_is_there() -> None:
+    matrix, wanted, begin = (
+        torch.randn(*shape, generator=seeded(n)).double()
+        for n, shape in enumerate([(30, 12), (12,), (12,)])
+    )
+    found, residual = _solve([(lambda value: matrix @ value + 1, matrix @ wanted + 1)], begin, 40)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert residual < 1e-6
 
 
 def test_peeling_stops_at_a_pool_and_says_so() -> None:
