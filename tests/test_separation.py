@@ -653,6 +653,14 @@ def test_what_rounding_leaves_of_zeros_is_taken_away() -> None:
     assert unsure.tolist() == [False]
 
 
+def test_a_little_of_one_record_in_another_does_not_hide_its_zeros() -> None:
+    """What is left of the second lifts all zeros of the first; only the second shows it."""
+    true = torch.tensor([[[5.0, 0.0, 0.0, 1.0]], [[0.0, 3.0, 2.0, 0.0]]], dtype=torch.float64)
+    mixed = true + 1e-5 * torch.stack([true[1], -true[0]])
+    clean, _ = rectified(mixed)
+    assert torch.equal(clean > 0, true > 0)
+
+
 def test_the_biases_before_a_relu() -> None:
     """Those of the batch norms that are added up in it, not those below the convolutions."""
     one, _ = one_step()
