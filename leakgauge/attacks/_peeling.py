@@ -6,9 +6,10 @@ sees, t, solves linear equations for the whole batch:
     Σ_n t_n ⋆ Δ_n = G     its weight gradient; Δ_n are the known signals at its output
     affine(t_n) = a_n     wherever a known ReLU output a above it is active
 
-Conjugate gradients in double precision solve them. A ReLU output is non-negative, so that equations
-that leave it open announce themselves by negative entries. From there on each image is found alone,
-by its own activations: `invert`.
+Where the gradients alone determine a layer, one Cholesky factor solves them for all its channels,
+elsewhere conjugate gradients do; all in double precision. A ReLU output is non-negative, so that
+equations that leave it open announce themselves by negative entries. From there on each image is
+found alone, by its own activations: `invert`.
 """
 
 from __future__ import annotations
