@@ -2,7 +2,8 @@
 
     python benchmarks/exact.py train  --net FILE    a trained network, and its test accuracy
     python benchmarks/exact.py nets   --net FILE    one record, on several networks, the trained too
-    python benchmarks/exact.py batches              batches on ResNet-18 and ResNet-10
+    python benchmarks/exact.py batches              batches on ResNet-18 and ResNet-10, activations
+    python benchmarks/exact.py images --deep 5      images of batches of 4 and 8, ResNet-18
     python benchmarks/exact.py stops                defences and precision, one record
 
 Batch norm is in eval mode; separation.py has train mode and several steps.
@@ -126,13 +127,15 @@ def played(
 
 @dataclass(frozen=True)
 class Found:
-    """One run: PSNR of every image, labels right, activations' worst relative error."""
+    """One run: PSNR of every image, labels right, activations' worst relative error, and how many
+    images the attack itself says it found."""
 
     psnr: list[float]
     labels: float
     activations: float
     seconds: float
     words: str
+    met: int = 0
 
 
 def attacked(
@@ -158,7 +161,8 @@ def attacked(
     seconds = time.process_time() - began
     index = metrics.assign.optimal(guess.inputs, inputs)
     psnr = metrics.psnr(guess.inputs[index], inputs).tolist()
-    return Found(psnr, right, worst, seconds, guess.facts["peeled_to"])
+    met = guess.facts["images_met"]
+    return Found(psnr, right, worst, seconds, guess.facts["peeled_to"], met)
 
 
 def each(
@@ -182,7 +186,8 @@ def line(title: str, found: list[Found]) -> str:
     shown = "not tried"
     if scores:
         shown = f"{statistics.median(scores):.0f} ({scores[0]:.0f}–{scores[-1]:.0f}); "
-        shown += f"{sum(s >= 40 for s in scores)} of {len(scores)} ≥ 40 dB"
+        shown += f"{sum(s >= 40 for s in scores)} of {len(scores)} ≥ 40 dB, "
+        shown += f"{sum(f.met for f in found)} said to be found"
     if len(some) < len(found):
         shown += f"; refused {len(found) - len(some)} of {len(found)}"
     worst = max(f.activations for f in some)
@@ -256,12 +261,16 @@ def nets(path: Path, runs: int) -> None:
         print(line(f"{title}, batch {batch}", found), flush=True)
 
 
-def batches(runs: int, deep: int) -> None:
+def batches(runs: int) -> None:
     print(HEAD.format("network, batch"))
     for name in ("resnet-18", "resnet-10"):
         for batch in (4, 8, 16):
             found = each(runs, partial(network, name), batch, images_too=False)
             print(line(f"{name}, {batch}, activations only ({runs} batches)", found), flush=True)
+
+
+def recovered(deep: int) -> None:
+    print(HEAD.format("network, batch"))
     for batch in (4, 8):
         found = each(deep, partial(network, "resnet-18"), batch)
         print(line(f"resnet-18, {batch} ({deep} batches)", found), flush=True)
@@ -286,7 +295,7 @@ def stops(runs: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["train", "nets", "batches", "stops"])
+    parser.add_argument("what", choices=["train", "nets", "batches", "images", "stops"])
     parser.add_argument("--net", type=Path, default=Path("exact-net.safetensors"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--deep", type=int, default=1, help="batches whose images are recovered")
@@ -297,7 +306,9 @@ def main() -> None:
     elif given.what == "nets":
         nets(given.net, given.runs)
     elif given.what == "batches":
-        batches(given.runs, given.deep)
+        batches(given.runs)
+    elif given.what == "images":
+        recovered(given.deep)
     else:
         stops(given.runs)
 

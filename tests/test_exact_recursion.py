@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leakgauge import metrics, models
 from leakgauge.attacks import ExactRecursion, _separation
-from leakgauge.attacks._peeling import Peeled, Watch, _solved, peel
+from leakgauge.attacks._peeling import Peeled, Watch, _solve, _solved, peel
 from leakgauge.attacks._separation import (
     common_maps,
     gradient_of,
@@ -233,12 +233,31 @@ def test_a_wrong_mask_is_found_and_put_right() -> None:
     assert torch.allclose(mended[0], right[0], atol=1e-4 * float(right[0].max()))
 
 
+def test_conjugate_gradients_go_on_from_what_is_there() -> None:
+    matrix, wanted, begin = (
+        torch.randn(*shape, generator=seeded(n)).double()
+        for n, shape in enumerate([(30, 12), (12,), (12,)])
+    )
+    found, residual = _solve([(lambda value: matrix @ value + 1, matrix @ wanted + 1)], begin, 40)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert residual < 1e-6
+
+
 def test_peeling_stops_at_a_pool_and_says_so() -> None:
     seen, _ = federated("lenet-5", activation="relu", pool="max")
     trace, gradient = Trace(seen.model, seen.record.shape), gradient_of(seen)
     done = peel(trace, gradient, separate(trace, gradient, 1, seeded()), Watch(Resources(), 1))
     assert "act2" in done.stopped
     assert done.lowest.name == "pool2"
+
+
+def test_peeling_stops_where_equations_are_too_few_and_says_so() -> None:
+    """One record of 16 × 16 pixels, 16 outputs of 3 × 3, and a sum above whose other part is not
+    known: nothing is solved for."""
+    seen, _ = federated("resnet-10", width=0.25, init="kaiming-normal-fan-out")
+    read = Read(seen, seeded(), Resources())
+    assert read.done.lowest.name == "layer1_0_act2"
+    assert "0.56 equations for each of its unknowns" in read.done.stopped
 
 
 # ---------------------------------------------------------------- refusals

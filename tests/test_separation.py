@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from leakgauge import models
 from leakgauge.attacks._path import Path
-from leakgauge.attacks._peeling import Peeled, Watch, peel
+from leakgauge.attacks._peeling import Peeled, Watch, _solved, _stands_out, peel
 from leakgauge.attacks._separation import (
     Separated,
     biases,
@@ -280,6 +280,52 @@ def test_the_layer_below_is_peeled_in_train_mode() -> None:
     for node, value in done.known.items():
         compared(found, value, one.truth(node.name))
     assert "as the time was up" in done.stopped
+
+
+def test_a_wrong_mask_in_train_mode_is_put_right_and_no_other() -> None:
+    """A wrong entry's signal is spread by the batch norm: what it leaves is no second one."""
+    one, found = one_step()
+    trace = one.trace()
+    source = trace.named(found.source.name)
+    below = next(node for node in reversed(trace.nodes[: trace.nodes.index(source)])
+                 if trace.bent(node))  # fmt: skip
+    own = replace(found, layer=trace.named(found.layer.name), source=source,
+                  top=trace.named(found.top.name))  # fmt: skip
+    spoilt = found.maps.clone()
+    spoilt.view(-1)[spoilt.where(spoilt > 0, torch.inf).argmin()] = 0.0
+    known, sure = {source: spoilt}, {source: torch.zeros_like(found.unsure)}
+    solved = _solved(Peeled(trace, gradient_of(one.seen), own, known, sure), below)
+    assert solved is not None
+    assert torch.equal(known[source] > 0, found.maps > 0)
+    assert solved[1] < 1e-5  # the residual
+
+
+def test_a_row_left_out_of_a_linear_layer_spoils_nothing() -> None:
+    """Below linear layers, whose signals sum to anything, batch norm in train mode is peeled."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head = [nn.Flatten(), nn.Linear(128 * 16, 96), nn.ReLU(), nn.Linear(96, 10)]
+    one = client(nn.Sequential(*list(chain())[:12], *head), 4, size=16)
+    found = separated(one)
+    assert found.layer.target == "15"
+    unsure = torch.zeros_like(found.unsure)
+    unsure[0] = True
+    done = peeled(one, replace(found, unsure=unsure), 2)
+    assert [node.name for node in done.known] == ["_14", "_11", "_8"]
+    for node, value in done.known.items():
+        compared(found, value, one.truth(node.name))
+
+
+def test_a_row_may_stand_out_by_little() -> None:
+    """Rows that were left out before do not count, however far they are off."""
+    lack = torch.ones(20, 4, dtype=torch.float64)
+    lack[3], lack[7] = 134.0, 9.0
+    good = torch.ones(20, dtype=torch.bool)
+    assert _stands_out(lack, good).nonzero().flatten().tolist() == [3]
+    good[3] = False
+    assert _stands_out(lack, good).nonzero().flatten().tolist() == [7]
+    lack[7] = 2.0
+    assert not _stands_out(lack, good).any()
 
 
 def test_the_layer_below_is_peeled_over_steps() -> None:
@@ -605,6 +651,14 @@ def test_what_rounding_leaves_of_zeros_is_taken_away() -> None:
     assert unsure.tolist() == [True]
     _, unsure = rectified(maps[:1])
     assert unsure.tolist() == [False]
+
+
+def test_a_little_of_one_record_in_another_does_not_hide_its_zeros() -> None:
+    """What is left of the second lifts all zeros of the first; only the second shows it."""
+    true = torch.tensor([[[5.0, 0.0, 0.0, 1.0]], [[0.0, 3.0, 2.0, 0.0]]], dtype=torch.float64)
+    mixed = true + 1e-5 * torch.stack([true[1], -true[0]])
+    clean, _ = rectified(mixed)
+    assert torch.equal(clean > 0, true > 0)
 
 
 def test_the_biases_before_a_relu() -> None:

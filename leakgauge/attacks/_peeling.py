@@ -6,9 +6,10 @@ sees, t, solves linear equations for the whole batch:
     Σ_n t_n ⋆ Δ_n = G     its weight gradient; Δ_n are the known signals at its output
     affine(t_n) = a_n     wherever a known ReLU output a above it is active
 
-Conjugate gradients in double precision solve them. A ReLU output is non-negative, so that equations
-that leave it open announce themselves by negative entries. From there on each image is found alone,
-by its own activations: `invert`.
+Where the gradients alone determine a layer, one Cholesky factor solves them for all its channels,
+elsewhere conjugate gradients do; all in double precision. A ReLU output is non-negative, so that
+equations that leave it open announce themselves by negative entries. From there on each image is
+found alone, by its own activations: `invert`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
 NORM_SOLVED = 1e-7  # by how much they may still move at the end
 SIZED = 0.1  # share by which signals whose size no bias told may be off
 ROUNDING = 3e-5  # a residual below this is float32's
-ROUNDS = 4  # times that masks are corrected and a layer solved again
+ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
+EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
+TRIES = 8  # such times where one factor solves a layer for all channels
 GROUND = 3e-4  # entries this near a channel's least, as a share of its range, are its zeros
 SMALL = 1e-3  # entries above this share of the largest are not switched off
 WEAK = 0.1  # combinations of signals weaker than this share of the strongest count less
@@ -188,28 +191,34 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
         above = trace.activation_above(rows.layer)
         none = torch.zeros(rows.signal.shape[1], dtype=torch.bool)
         spoilt[rows.layer] = _few(done.unsure.get(above, none) if above else none)
-    direct = _determined(done, node, every)
+    counted = _counted(done, node, every)
+    direct = counted is not None and counted > (SPARE_FORWARD if forward else SPARE)
     if trace.norms and not direct:
         return None
-    value, residual = torch.zeros(()), math.inf
+    if counted is not None and counted < 1 and not forward:
+        raise NotApplicable(
+            f"its gradients give {counted:.2f} equations for each of its unknowns, and no known "
+            "activation looks at it alone"
+        )
+    systems = [_System(done, node, rows) for rows in every] if direct else []
+    value = done.start.maps.new_zeros(len(done.start.maps), *trace.shape[node])
+    residual = math.inf
     left: dict[fx.Node, Tensor] = {}
-    for _ in range(ROUNDS):
+    for _ in range(TRIES if direct else ROUNDS):
         good = {layer: ~rows for layer, rows in spoilt.items()}
         if direct:
-            value, residual, left = _by_channel(done, node, every, good)
+            value, residual, left = _by_channel(done, node, systems, good)
         else:
             equations = forward + [
                 _gradient_equation(done, node, r.layer, r.signal, good[r.layer]) for r in every
             ]
-            value, residual = _solve(equations, (len(done.start.maps), *trace.shape[node]))
+            value, residual = _solve(equations, value)
             left = {r.layer: _misfit(done, node, r.layer, r.signal, value) for r in every}
         if residual < ROUNDING:
             break
         before = sum(int(rows.sum()) for rows in spoilt.values())
         for layer, lack in left.items():
-            size = lack.flatten(1).norm(dim=1)
-            bad = size > max(10 * float(size.median()), 0.1 * float(size.max()))
-            spoilt[layer] = _few(spoilt[layer] | bad)
+            spoilt[layer] = _few(spoilt[layer] | _stands_out(lack, good[layer]))
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
     negative = float(-value.min() / value.max()) if trace.kind[node] == "relu" else 0.0
@@ -251,43 +260,42 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
     return value
 
 
-def _determined(done: Peeled, node: fx.Node, every: list[Rows]) -> bool:
-    """Whether the weight gradients alone have more equations than a channel has unknowns. A channel
-    of the layer's input has its own: each row of a gradient is the sum of the windows in it, by the
-    signals of that row."""
+def _counted(done: Peeled, node: fx.Node, every: list[Rows]) -> float | None:
+    """How many equations the weight gradients alone give for each unknown of a channel; None where
+    channels cannot be solved one by one. A channel of the layer's input has its own equations:
+    each row of a gradient is the sum of the windows in it, by the signals of that row."""
     trace = done.trace
     pixels = trace.shape[node][1:].numel()
     count = 0
     for rows in every:
         layer = trace.layer(rows.layer)
         if not trace.only_reshaped(node, rows.layer.all_input_nodes[0]):
-            return False
+            return None
         if isinstance(layer, nn.Linear):
             pixels = 1
             count += layer.out_features
         else:
             if layer.groups > 1:
-                return False
+                return None
             count += layer.out_channels * math.prod(layer.kernel_size)
-    spare = SPARE if trace.norms else SPARE_FORWARD
-    return count > spare * len(done.start.maps) * pixels
+    return count / (len(done.start.maps) * pixels)
 
 
 def _by_channel(
-    done: Peeled, node: fx.Node, every: list[Rows], good: dict[fx.Node, Tensor]
+    done: Peeled, node: fx.Node, systems: list[_System], good: dict[fx.Node, Tensor]
 ) -> tuple[Tensor, float, dict[fx.Node, Tensor]]:
     """The activations of `node` by least squares, the same small matrix for all its channels; the
     residual, and what the gradients lack.
 
     Behind a batch norm in train mode a signal is γ/σ·(δ − mean δ − û·mean(δû)), step by step. σ and
-    û are those of what the layer puts out, which is sought: they begin as constants and follow
-    from each solution.
+    û are those of what the layer puts out, which is sought: they begin as constants, or as they
+    were with other rows, and follow from each solution.
     """
     trace, records = done.trace, len(done.start.maps)
-    shape = trace.shape[node]
-    linear = isinstance(trace.layer(every[0].layer), nn.Linear)
-    flat = (shape.numel(), 1) if linear else (shape[0], shape[1:].numel())
-    systems = [_System(done, rows, flat[1], good[rows.layer]) for rows in every]
+    shape, pixels = trace.shape[node], systems[0].pixels
+    flat = (shape.numel() // pixels, pixels)
+    for system in systems:
+        system.good = good[system.rows.layer]
     value, null = torch.zeros(()), None
     for _ in range(NORM_ROUNDS):
         sums = [system.equations(flat[0]) for system in systems]
@@ -300,7 +308,8 @@ def _by_channel(
         value = _grounded(value, null).reshape(records, *shape)
         if not trace.norms:
             break
-        value = _sized(done, node, value)
+        if all(system.rows.norm for system in systems):  # without one its size is told
+            value = _sized(done, node, value)
         moved = max(system.follow(node, value) for system in systems)
         if moved < NORM_SOLVED:
             break
@@ -317,16 +326,21 @@ def _by_channel(
 class _System:
     """The equations that one layer's weight gradient gives of its input."""
 
-    def __init__(self, done: Peeled, rows: Rows, pixels: int, good: Tensor):
-        self.done, self.rows, self.pixels, self.good = done, rows, pixels, good
+    def __init__(self, done: Peeled, node: fx.Node, rows: Rows):
+        self.done, self.rows = done, rows
+        self.good = torch.ones(rows.signal.shape[1], dtype=torch.bool)  # rows that count
         trace = done.trace
         layer = trace.layer(rows.layer)
         self.observed = done.observed(rows.layer)
-        if isinstance(layer, nn.Linear):
-            self.seen = torch.ones(1, 1, dtype=torch.long)
-        else:
-            side = trace.shape[rows.layer.all_input_nodes[0]][1:]
-            numbers = torch.arange(1, pixels + 1, dtype=torch.float64).view(1, 1, *side)
+        self.pixels = 1
+        self.sides: tuple[int, ...] = (1, 1)  # of the layer's input
+        self.places: tuple[int, ...] = (1, 1)  # and of its output
+        self.seen = torch.ones(1, 1, dtype=torch.long)
+        if not isinstance(layer, nn.Linear):
+            self.pixels = trace.shape[node][1:].numel()
+            self.sides = tuple(trace.shape[rows.layer.all_input_nodes[0]][1:])
+            self.places = tuple(trace.shape[rows.layer][1:])
+            numbers = torch.arange(1, self.pixels + 1, dtype=torch.float64).view(1, 1, *self.sides)
             self.seen = windows(numbers, layer)[0].long()
         self.observed = self.observed.view(len(self.observed), -1, self.seen.shape[1])
         self.signal = rows.signal.flatten(2) if rows.signal.dim() > 2 else rows.signal[:, :, None]
@@ -364,14 +378,32 @@ class _System:
         keep = self.good & (weight > 1e-9 * weight.max())
         signal = self.at_layer[keep] / weight[keep, None, None]
         target = self.target[keep] / weight[keep, None, None]
-        records = signal.shape[1]
-        normal = torch.zeros(records * self.pixels, records * self.pixels, dtype=signal.dtype)
-        right = torch.zeros(records * self.pixels, channels, dtype=signal.dtype)
+        right = signal.new_zeros(signal.shape[1] * self.pixels, channels)
         for offset in range(self.seen.shape[1]):
-            spread = self._spread(signal, offset)
-            normal += spread.T @ spread
-            right += spread.T @ target[:, :, offset]
-        return normal, right
+            right += self._spread(signal, offset).T @ target[:, :, offset]
+        return self.normal_matrix(signal), right
+
+    def normal_matrix(self, signal: Tensor) -> Tensor:
+        """(N·pixels)², the same for every channel of the input, of these signals."""
+        records, flat = signal.shape[1], signal.flatten(1)
+        # Every offset of the kernel sees the same products of signals, each at its own pixels.
+        products = (flat.T @ flat).view(records, *self.places, records, *self.places)
+        found = signal.new_zeros(records, *self.sides, records, *self.sides)
+        for offset in range(self.seen.shape[1]):
+            at, pixels = self._grids(offset)
+            found[(slice(None), *pixels) * 2] += products[(slice(None), *at) * 2]
+        return found.view(records * self.pixels, -1)
+
+    def _grids(self, offset: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+        """The positions, down and across, whose windows have a kernel's offset inside the input,
+        and the pixels that they see there."""
+        pixel = self.seen[:, offset].view(self.places) - 1
+        down, across = ((pixel >= 0).any(side).nonzero()[:, 0] for side in (1, 0))
+        inside = pixel[down][:, across]
+        if not inside.numel():
+            return (slice(0), slice(0)), (slice(0), slice(0))
+        rows, columns = inside[:, 0] // self.sides[1], inside[0] % self.sides[1]
+        return (_evenly(down), _evenly(across)), (_evenly(rows), _evenly(columns))
 
     def _spread(self, signal: Tensor, offset: int) -> Tensor:
         """The signals, at the pixels that a kernel's offset sees: (outputs, N·pixels)."""
@@ -440,6 +472,12 @@ class _System:
         return self.observed - self._gradient(self.at_layer, value)
 
 
+def _evenly(numbers: Tensor) -> slice:
+    """The slice of these numbers, which are evenly spaced."""
+    step = int(numbers[1] - numbers[0]) if len(numbers) > 1 else 1
+    return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
+
+
 def _open(normal: Tensor, steps: int) -> list[Tensor]:
     """The combinations of pixels that no equation sees, each by its own pixels: behind a batch norm
     in train mode a constant at an offset that is seen once per window, one per step."""
@@ -488,6 +526,16 @@ def _sized(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
     return value
 
 
+def _stands_out(lack: Tensor, good: Tensor) -> Tensor:
+    """The rows that lack far more than others do, of those that were not left out. With few
+    equations to spare the others take up most of what a wrong one lacks, so that it may stand out
+    by little: then it is at least the worst."""
+    size = lack.flatten(1).norm(dim=1).where(good, 0.0)
+    usual, most = float(size[good].median()), float(size.max())
+    found: Tensor = size > min(max(10 * usual, 0.1 * most), max(3 * usual, 0.5 * most))
+    return found
+
+
 def _few(rows: Tensor) -> Tensor:
     """These rows, or none if they are so many that leaving them out would leave too little."""
     return rows if rows.double().mean() < 0.25 else torch.zeros_like(rows)
@@ -500,7 +548,8 @@ def _correct(done: Peeled, layer: fx.Node, left: Tensor, seen: Tensor, spoilt: T
     if above is None or above not in known or trace.kind[above] != "relu":
         return
     views = windows(seen, trace.layer(layer))
-    if trace.norms:
+    if _norm_behind(trace, layer) is not None:
+        views = views.clone()
         for step, _ in done.steps:
             views[step] -= views[step].mean((0, 1))
     views = views.flatten(0, 1)  # (N·positions, inputs·k²)
@@ -513,7 +562,7 @@ def _correct(done: Peeled, layer: fx.Node, left: Tensor, seen: Tensor, spoilt: T
     for row in spoilt.nonzero().flatten().tolist():
         lack = left[row]
         for _ in range(ROUNDS):
-            if lack.norm() < max(0.05 * left[row].norm(), 1e-4 * rows[row].norm()):
+            if lack.norm() < max(EXPLAINED * left[row].norm(), 1e-4 * rows[row].norm()):
                 break
             fits = views @ lack / sizes * small[:, row].flatten()
             best = int(fits.abs().argmax())
@@ -643,10 +692,10 @@ def _forward_equation(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
 
 
 def _solve(
-    equations: list[Equation], shape: tuple[int, ...], iterations: int = 2000
+    equations: list[Equation], begin: Tensor, iterations: int = 2000
 ) -> tuple[Tensor, float]:
     """Least squares by conjugate gradients, every equation on an equal footing."""
-    zero = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros_like(begin, dtype=torch.float64).requires_grad_()
     with torch.enable_grad():
         outputs = [function(zero) for function, _ in equations]
     offsets = [output.detach() for output in outputs]
@@ -664,12 +713,13 @@ def _solve(
         seeds = [r * w for r, w in zip(residual, weights, strict=True)]
         return torch.autograd.grad(outputs, zero, seeds, retain_graph=True)[0]
 
-    value = torch.zeros_like(zero).detach()
+    value = begin
     left = [target * weight for target, weight in zip(targets, weights, strict=True)]
     size = sum(float(r.square().sum()) for r in left) ** 0.5
+    first = float(adjoint(left).square().sum())
+    left = [r - m for r, m in zip(left, forward(begin), strict=True)]
     slope = adjoint(left)
     step, before = slope, float(slope.square().sum())
-    first = before
     for _ in range(iterations):
         moved = forward(step)
         length = before / sum(float(m.square().sum()) for m in moved)

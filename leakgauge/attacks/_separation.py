@@ -552,9 +552,13 @@ def most(left: Tensor, right: Tensor) -> tuple[Tensor, float]:
 
 def rectified(maps: Tensor) -> tuple[Tensor, Tensor]:
     """A ReLU's output without what rounding left of its zeros, which is negative as often as
-    positive; and the channels in which an entry may be either."""
+    positive; and the channels in which an entry may be either. All records are judged by the worst:
+    where a little of one is left in others, which is not negative, it is taken from some of them
+    and added to the rest, whose zeros are then all above zero."""
     flat = maps.flatten(1)
-    floor = (-3 * flat.min(1).values).maximum(1e-6 * flat.max(1).values)
+    most = flat.max(1).values
+    share = (-flat.min(1).values / most.clamp_min(1e-6 * float(most.max()))).nan_to_num().max()
+    floor = (3 * share).clamp_min(1e-6) * most
     floor = floor.view(-1, *[1] * (maps.dim() - 1))
     unsure = (maps > floor / 3) & (maps < 3 * floor)
     return maps.where(maps > floor, 0.0), unsure.transpose(0, 1).flatten(1).any(1)
