@@ -401,6 +401,23 @@ def test_no_weight_is_read_and_frozen_layers_give_no_gradient() -> None:
     assert not any("inner" in n for s in derived(meta, (1, 8, 8)).steps for n in s.parameters)
 
 
+class Shifted(nn.Module):
+    """Holds a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.ones(64)
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x.flatten(1) + self.shift)
+        return out
+
+
+def test_plain_tensors_of_a_model_are_no_obstacle() -> None:
+    assert [step.name for step in derived(Shifted(), (1, 8, 8)).steps] == ["x~", "x"]
+
+
 def test_it_prints_as_lines() -> None:
     words = str(GIT().recursion(network("lenet-zhu"), (1, 8, 8)))
     assert words.splitlines()[0] == "flatten (48) = ∂b⁺ · g[fc.0]"

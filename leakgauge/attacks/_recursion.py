@@ -14,7 +14,6 @@ No weight is read: a model on PyTorch's `meta` device, which has no values, does
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from leakgauge.errors import NotApplicable
+from leakgauge.fl.model import stripped
 
 IMAGE = "x"
 ENTERING = "x~"  # what a linear layer that reads the image tells of it
@@ -82,7 +82,7 @@ def _layers(parameters: Iterable[str]) -> list[str]:
 
 class _Graph:
     def __init__(self, model: nn.Module, shape: tuple[int, ...], modules: bool):
-        self.model = copy.deepcopy(model).to("meta").eval()
+        self.model = stripped(model).eval()
         try:
             traced = fx.symbolic_trace(self.model)
             self.shape = _shapes(traced, shape)
