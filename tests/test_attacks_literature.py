@@ -330,7 +330,7 @@ def test_the_batch_norm_prior_is_relative_to_what_is_expected() -> None:
 
 def test_granted_statistics_are_a_need() -> None:
     attack = GradInversion(iterations=2, statistics="granted")
-    assert attack.needs == {"training", "records", "statistics"}
+    assert attack.needs == {"training", "records", "statistics", "weights"}
     with pytest.raises(Withheld, match="needs 'statistics'"):
         check("gradinversion", attack, ThreatModel())
     with pytest.raises(Withheld, match="the observation holds none"):

@@ -67,7 +67,7 @@ def test_one_client_alone_has_no_sum_and_several_have(found):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"threat": {"actor": "server"}}, "behind secure aggregation no server"),
+        ({"threat": {"actor": "server"}}, "behind secure aggregation nobody"),
         ({"federation": SECURE["federation"] | {"secure": None}}, "and no such table"),
         ({"federation": SECURE["federation"] | {"participants": 2}}, "leave federation.part"),
         ({"federation": SECURE["federation"] | {"clients": 1}}, "use at least 2"),

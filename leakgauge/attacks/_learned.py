@@ -57,7 +57,7 @@ class Network:
         """First weights, normal by the number of inputs, which give about the mean image."""
         weights: Named = {}
         for name, shape in self.shapes.items():
-            spread = math.sqrt(2 / shape[-1]) if len(shape) > 1 else 0.0
+            spread = math.sqrt(2 / max(1, shape[-1])) if len(shape) > 1 else 0.0
             weights[name] = torch.randn(shape, generator=rng) * spread
         if self.last is not None:
             (outputs,), end = self.shapes[self.last], self.last.rpartition(".")[0]

@@ -33,6 +33,7 @@ from leakgauge.types import (
     Attack,
     Iterative,
     Knowledge,
+    Learned,
     Observation,
     Preparation,
     PreparedAttack,
@@ -90,12 +91,15 @@ class Begun:
         Without them each begins with `rng` as it is now: as it would alone."""
         resources, began, cpu = resources or Resources(), time.monotonic(), time.process_time()
         *earlier, own = before or (_copied(rng),)
+        first = seen
+        if isinstance(self.first, Learned) and seen.sent is not None:  # it reads what was sent
+            first = replace(seen, update=seen.sent, sent=None, answer=None)
         restoring = spawned(own, "restore")
         try:
             if isinstance(self.first, Begun):
-                start = self.first.reconstruct(seen, own, resources, earlier)
+                start = self.first.reconstruct(first, own, resources, earlier)
             else:
-                start = self.first.reconstruct(seen, own, resources)
+                start = self.first.reconstruct(first, own, resources)
             if self.restore is not None:
                 better = self.restore.restore(start.inputs, seen.record, restoring)
                 start = replace(start, inputs=better)

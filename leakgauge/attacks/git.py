@@ -57,7 +57,7 @@ from leakgauge.types import (
 
 PAPER = Paper(
     "git2026",
-    "{Anonymous authors}",
+    "Authors, Anonymous",
     "Gradient Inversion Transcript: Leveraging Robust Generated Priors to Reconstruct Training Data"
     " from Gradient Leakage",
     2026,
@@ -69,7 +69,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class GIT:
-    """Learns to run back-propagation backwards, layer by layer, from public pairs (GIT 2026)."""
+    """Learns to run back-propagation backwards (GIT 2026)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     steps_of: Literal["coarse", "module", "exact"] = "coarse"

@@ -52,7 +52,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class LTI:
-    """Learns the way from updates to images from public pairs (Wu 2023)."""
+    """Learns images from public pairs (Wu 2023)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     pairs: int = option(10_000, count(100_000_000))

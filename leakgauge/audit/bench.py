@@ -163,10 +163,12 @@ class Bench:
 
     def _adapted(self, case: Case, round_: Exchange, seen: Observation) -> Observation:
         """What an attacker holds who knows the defence of the round, unless the plan's does not. A
-        defence answers for one client's update: of a sum of several nobody says what it left."""
+        defence answers for one client's update: of a sum of several nobody says what it left. Who
+        learned from updates reads what was sent."""
         alone = len(threat.victims(round_, case.threat(self.plan))) == 1
         knows = self.plan.document.audit.adaptive and case.attack not in self.plan.blind
-        if not knows or not isinstance(round_, Round) or not alone:
+        learned = isinstance(self.plan.attacks[case.attack], Learned)
+        if not knows or not isinstance(round_, Round) or not alone or learned:
             return seen
         return threat.adapted(seen, round_.defence)
 
