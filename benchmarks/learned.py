@@ -85,6 +85,7 @@ PAPER = {  # MSE and PSNR of the GIT paper (Tables 2, 4, 5, 8, 9), by row
 }  # fmt: skip
 
 Outcome = dict[str, Any]
+FIRST = [0]  # the first test image that is judged
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,10 @@ def public(name: str) -> Dataset:
 
 
 def judged(count: int, classes: range = range(10)) -> Batch:
-    """Every tenth test image, if it is of these classes."""
+    """Every tenth test image from --first on, if it is of these classes."""
     test = images("cifar10", "test", 32)
-    rows = [k for k in range(0, len(test), 10) if int(test.labels[k]) in classes][:count]
+    tenth = range(FIRST[0], len(test), 10)
+    rows = [k for k in tenth if int(test.labels[k]) in classes][:count]
     return Batch(test.inputs[rows], test.labels[rows])
 
 
@@ -425,6 +427,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--show", action="store_true", help="print what the file holds, run nothing")
     add("--keep", type=Path, default=Path("learned"), help="folder of what was fitted")
     add("--seed", type=int, default=0, help="of the weights")
+    add("--first", type=int, default=0, help="the first test image that is judged")
     add("--model", nargs="+", choices=MODELS)
     add("--pairs", type=int, default=GIT.pairs)
     add("--steps", type=int, default=GIT.steps)
@@ -434,10 +437,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--images", type=int, default=200, help="judged by what is fitted")
     add("--searched", type=int, default=20, help="judged by what searches")
     given = parser.parse_args(arguments)
+    FIRST[0] = given.first
     head = CURVE if given.what == "exact" else HEAD
     print(f"| {head} |\n|{'---|' * len(head.split(' | '))}", flush=True)
     names = ("seed", "pairs", "steps", "hidden", "entries", "iterations", "images", "searched")
     options = {name: getattr(given, name) for name in names}
+    if given.first:
+        options["first"] = given.first
     known = {}
     if given.out.exists():
         for text in given.out.read_text(encoding="utf-8").splitlines():
