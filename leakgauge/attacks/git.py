@@ -214,7 +214,7 @@ class _Coarse:
             before = [found[one] for one in step.after]
             told = [rows[:, columns[part]] for part in self._read_by[step.name]]
             inner = F.linear(
-                torch.cat([*before, *told], 1),
+                torch.cat([rows[:, :0], *before, *told], 1),
                 weights[f"{name}.in.weight"],
                 weights[f"{name}.in.bias"],
             ).relu()
