@@ -260,7 +260,9 @@ class Reconstruction:
     `history` is its objective per iteration, `distances` the gradient distance in it; `objectives`
     are those that the restarts ended with after `iterations` in all, `stopped` says why they ended.
     `differed` is the relative error of a fast derivative that was therefore not used. `adapted`:
-    candidates were compared by what the defence leaves of them.
+    candidates were compared by what the defence leaves of them. `prior` is what the attack's own
+    idea of a picture shows without the update, as many images as guesses: the score of a guess
+    stands beside the score of that.
     """
 
     inputs: Tensor
@@ -275,6 +277,7 @@ class Reconstruction:
     adapted: bool = False
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    prior: Tensor | None = None
 
 
 class Attack(Protocol):
@@ -303,9 +306,16 @@ class Iterative(Attack, Protocol):
 
 
 class Restorer(Protocol):
-    """A guess (N, …) in, a better guess out: it sees neither the update nor the truth."""
+    """A guess (N, …) in, a better guess out: it sees neither the update nor the truth. `labels`
+    (N,) are those that the attack guessed with the images, if it guessed any."""
 
-    def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor: ...
+    def restore(
+        self,
+        guess: Tensor,
+        record: Record,
+        rng: torch.Generator,
+        labels: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 Query: TypeAlias = Callable[[Batch, torch.Generator], Named]

@@ -13,12 +13,12 @@ from sources import FILES, imports
 SOURCES = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
 
 GROUND = {"_version", "errors", "papers", "records", "types"}
-TOOLS = GROUND | {"config", "files", "outside", "ranges", "tensors"}
+TOOLS = GROUND | {"config", "files", "fitting", "outside", "ranges", "tensors"}
 FEDERATION = TOOLS | {"fl", "threat"}
 METHODS = {
     "attacks", "data", "defences", "detectors", "diagnostics", "metrics", "models", "restore",
 }  # fmt: skip
-AUDIT = FEDERATION | METHODS | {"accounting", "audit", "exchanges", "guard", "kept"}
+AUDIT = FEDERATION | METHODS | {"accounting", "audit", "exchanges", "guard", "kept", "priors"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": GROUND,
     "files": GROUND,
     "outside": GROUND | {"config", "ranges"},
+    "fitting": GROUND,
     "ranges": GROUND | {"config"},
     "tensors": GROUND,
     "fl": TOOLS,
@@ -36,9 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchanges": TOOLS | {"fl"},
     "secure": TOOLS | {"fl"},
     **dict.fromkeys(METHODS, FEDERATION),
-    "attacks": TOOLS | {"fl"},  # not the wall, nor a metric, nor data: an attack holds what it sees
+    "priors": TOOLS,
+    "restore": TOOLS | {"priors"},
+    "attacks": TOOLS
+    | {"fl", "priors"},  # not the wall, nor a metric, nor data: an attack holds what it sees
     "accounting": TOOLS | {"defences"},
-    "audit": FEDERATION | METHODS | {"accounting", "exchanges", "guard", "kept"},
+    "audit": FEDERATION | METHODS | {"accounting", "exchanges", "guard", "kept", "priors"},
     "guard": FEDERATION | METHODS,
     "report": AUDIT,
     "integrations": AUDIT | {"report"},

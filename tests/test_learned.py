@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from leakgauge import data, metrics, models
 from leakgauge.attacks import GIT, LTI, InvertingGradients, begun
-from leakgauge.attacks._fit import Clock
 from leakgauge.attacks._learned import _errors, _standard
 from leakgauge.attacks._pairs import HELD, Pairs, check, sketched
 from leakgauge.attacks._recursion import derived
 from leakgauge.defences import Prune
 from leakgauge.errors import InputError, NotApplicable, Withheld
+from leakgauge.fitting import Clock
 from leakgauge.fl import Scenario, simulate, target
 from leakgauge.kept import Checkpoint
 from leakgauge.threat import adapted, before, observe

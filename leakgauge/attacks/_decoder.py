@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leakgauge.attacks._fit import Clock, Lesson, Pace
-from leakgauge.attacks._fit import fit as learn
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
+from leakgauge.fitting import Clock, Lesson, Pace
+from leakgauge.fitting import fit as learn
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.records import Images
 from leakgauge.types import Dataset, Kept, Named, Resources

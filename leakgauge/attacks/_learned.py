@@ -20,9 +20,9 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from leakgauge.attacks._fit import Clock, Lesson, Pace, fit
 from leakgauge.attacks._pairs import Pairs, Reader, check
 from leakgauge.errors import NotApplicable, Withheld
+from leakgauge.fitting import Clock, Lesson, Pace, fit
 from leakgauge.records import pictures
 from leakgauge.tensors import seeded
 from leakgauge.types import Batch, Kept, Named, Observation, Reconstruction, Resources, Target

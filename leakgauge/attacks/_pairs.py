@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._decoder import varied
-from leakgauge.attacks._fit import Clock
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.files import read_plain, write_json
+from leakgauge.fitting import Clock
 from leakgauge.records import pictures
 from leakgauge.tensors import seeded
 from leakgauge.types import Batch, Named, Resources, Target

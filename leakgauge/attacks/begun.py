@@ -101,7 +101,7 @@ class Begun:
             else:
                 start = self.first.reconstruct(first, own, resources)
             if self.restore is not None:
-                better = self.restore.restore(start.inputs, seen.record, restoring)
+                better = self.restore.restore(start.inputs, seen.record, restoring, start.labels)
                 start = replace(start, inputs=better)
         except NotApplicable as reason:
             raise self._without_start(reason) from reason

@@ -181,14 +181,16 @@ class Bench:
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
     ) -> tuple[Reconstruction, Tensor | None]:
-        """The guess as the restorer of its attack makes it, and what that makes of noise."""
+        """The guess as the restorer of its attack makes it, and what is shown without the update:
+        what that makes of noise, or the attack's own prior."""
         restorer = self.plan.restorers.get(case.attack)
         if restorer is None:
-            return guess, None
+            return guess, guess.prior
         rng = seeded(case.seed, "restore")
-        better = restorer.restore(guess.inputs, seen.record, rng)
+        better = restorer.restore(guess.inputs, seen.record, rng, guess.labels)
         noise = torch.rand(guess.inputs.shape, generator=rng)
-        return replace(guess, inputs=better), restorer.restore(noise, seen.record, rng)
+        alone = restorer.restore(noise, seen.record, rng, guess.labels)
+        return replace(guess, inputs=better), alone
 
     def _played(
         self,

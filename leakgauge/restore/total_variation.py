@@ -51,7 +51,13 @@ class TotalVariation:
     iterations: int = option(100, count(100_000))
     papers: ClassVar[tuple[Paper, ...]] = (RUDIN, CHAMBOLLE)
 
-    def restore(self, guess: Tensor, record: Record, rng: torch.Generator) -> Tensor:
+    def restore(
+        self,
+        guess: Tensor,
+        record: Record,
+        rng: torch.Generator,
+        labels: Tensor | None = None,
+    ) -> Tensor:
         pictures(record)
         if not self.weight:
             return guess

@@ -1,4 +1,4 @@
-"""The fit of whatever an attack learns before it sees an update: one loop for all of them.
+"""The fit of whatever is learned before an update is seen: one loop for all attacks and priors.
 
 A lesson says with what weights a fit begins, what a step is to lower and how good weights are on
 what is held out. The loop takes Adam steps whose rate rises, then falls like half a cosine; looks
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._matching import cosine
 from leakgauge.types import Kept, Named, Resources
 
 GAIN = 0.01  # decibels on what is held out that count as progress
@@ -87,7 +86,8 @@ def fit(
     spent = now.cpu_seconds
     while now.step < pace.steps and now.since < PATIENCE and not clock.up:
         share = now.step / pace.steps
-        error = now.advance(lesson, pace.lr * cosine()(share) * min(1, (now.step + 1) / WARM), rng)
+        falling = 0.5 + 0.5 * math.cos(math.pi * share)
+        error = now.advance(lesson, pace.lr * falling * min(1, (now.step + 1) / WARM), rng)
         if resources.progress is not None:
             resources.progress(now.step, pace.steps, error)
         if now.step % pace.every == 0 or now.step == pace.steps:
