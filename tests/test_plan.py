@@ -581,6 +581,7 @@ def test_plain_is_what_json_can_hold():
             "grants": ["labels", "records", "training"],
             "client": 0,
             "malicious": False,
+            "rounds": 1,
         },
         "tuple": [1, [None, None, 0.5]],
     }

@@ -499,6 +499,32 @@ def _check_actor(who: ThreatModel, federation: Federation) -> None:
             f"threat.client is {who.client}, but {present} clients take part in a round and are "
             f"counted from 0: give 0 to {present - 1}"
         )
+    if who.actor == "client" and present == 1:
+        raise PlanError(threat.ALONE)
+    if who.rounds < 1:
+        raise PlanError(f"threat.rounds must be at least 1, got {who.rounds}")
+    if who.rounds > 1:
+        _check_rounds(who, federation)
+
+
+def _check_rounds(who: ThreatModel, federation: Federation) -> None:
+    """Refuse several rounds where there are not so many, or not of the same clients."""
+    if federation.captured is not None:
+        raise PlanError(
+            f"threat.rounds = {who.rounds}: captured rounds are audited one by one; leave it out"
+        )
+    if min(federation.rounds) < who.rounds - 1:
+        raise PlanError(
+            f"threat.rounds = {who.rounds}: {who.rounds - 1} honest rounds or more must come "
+            f"before the attacked one, got federation.rounds = {list(federation.rounds)}"
+        )
+    taking = federation.participants or federation.clients
+    if taking < federation.clients or dropping(taking, federation.secure):
+        raise PlanError(
+            f"threat.rounds = {who.rounds}: several rounds are of use where every client is in "
+            "each of them: leave federation.participants and federation.secure.dropped out, or "
+            "threat.rounds"
+        )
 
 
 def _check_length(training: LocalTraining, records: int) -> None:
