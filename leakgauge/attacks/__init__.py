@@ -8,6 +8,7 @@ from leakgauge.attacks.analytic import Analytic
 from leakgauge.attacks.bayes import BayesAttack
 from leakgauge.attacks.begun import Begun, begun
 from leakgauge.attacks.coarse_to_fine import CoarseToFine
+from leakgauge.attacks.curious_client import CuriousClient
 from leakgauge.attacks.dlg import DLG
 from leakgauge.attacks.exact_recursion import ExactRecursion
 from leakgauge.attacks.exposure import Exposure, LayerExposure, exposure
@@ -29,6 +30,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "analytic": Analytic,
     "bayes": BayesAttack,
     "coarse-to-fine": CoarseToFine,
+    "curious-client": CuriousClient,
     "dlg": DLG,
     "exact-recursion": ExactRecursion,
     "fedavg-epochs": FedAvgEpochs,
@@ -58,6 +60,7 @@ __all__ = [
     "BayesAttack",
     "Begun",
     "CoarseToFine",
+    "CuriousClient",
     "ExactRecursion",
     "Exposure",
     "FedAvgEpochs",

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leakgauge import diagnostics, metrics, threat
+from leakgauge.attacks._own import apart
 from leakgauge.attacks.begun import Begun, parts
 from leakgauge.audit import captured, checks, images
 from leakgauge.audit.cases import Case, Work
@@ -133,6 +134,7 @@ class Bench:
             guess = attack.reconstruct(held, rngs[-1], resources, rngs[:-1])
         else:
             guess = attack.reconstruct(held, rngs[-1], resources)
+        guess = apart(guess, seen)  # a client is judged on what it found of others
         guess, prior = self._restored(case, held, guess)
         adapted = _words(held.answer, guess)
         if isinstance(attack, Learned) and self._passed(case, round_):
@@ -292,7 +294,8 @@ class Bench:
         if self._round is None or case.federation != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
             rng = seeded(case.seed, "federation")
-            self._round = simulate(case.scenario(self.plan), rng, shown)
+            earlier = self.plan.document.threat.rounds - 1
+            self._round = simulate(case.scenario(self.plan), rng, shown, earlier)
             self._key = case.federation
         return self._round
 
