@@ -110,6 +110,7 @@ def quick(name: str, **options: Any) -> Attack:
     """The attack with a few iterations, or of what learns, a few pairs."""
     known = {f.name for f in dataclasses.fields(ATTACKS[name])}  # type: ignore[arg-type]
     short = {"iterations": 4} | ({"pairs": 24, "steps": 3} if "pairs" in known else {})
+    short |= {"steps": 2, "candidates": 4} if "prior" in known else {}
     return ATTACKS[name](**{k: v for k, v in (short | options).items() if k in known})
 
 
