@@ -43,7 +43,9 @@ def train(
         typer.Option(help="Public records: a folder of class folders, a .npz file, or a name."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the prior.")],
-    kind: Annotated[str, typer.Option(help="Of which kind (`leakgauge list priors`).")] = "ddpm",
+    kind: Annotated[
+        str, typer.Option(help="Of which kind: leakgauge list priors names them.")
+    ] = "ddpm",
     split: Annotated[
         Literal["train", "test"] | None,
         typer.Option(help="Which part of a data set that has parts (default: train)."),
