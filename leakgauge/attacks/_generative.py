@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from leakgauge import priors
 from leakgauge.attacks._labels import LabelRule, knowledge
 from leakgauge.attacks._spaces import Shape, Start, fitted
 from leakgauge.errors import InputError, Withheld
 from leakgauge.priors.autoencoder import AutoencoderPrior
-from leakgauge.priors.folder import read
 from leakgauge.priors.gan import GAN, GANPrior
 from leakgauge.ranges import count, option
 from leakgauge.records import pictures
@@ -52,12 +51,8 @@ class PriorSearch:
     def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
     ) -> Preparation:
-        if self.prior:
-            kept = read(Path(self.prior))
-        else:
-            kept = GAN(steps=self.steps).train(
-                public_of(target, type(self).__name__), rng, resources or Resources()
-            )
+        small = GAN(steps=self.steps)
+        kept = priors.of(self.prior, GAN.kind, small, target.public, rng, resources)
         fits(GANPrior.of(kept).shape, target)
         return Preparation(kept)
 

@@ -25,13 +25,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leakgauge import priors
 from leakgauge.attacks._engine import Mode
 from leakgauge.attacks._generative import Code, PriorSearch, fits, kept_of, public_of
 from leakgauge.attacks._labels import infer, knowledge
@@ -43,7 +43,6 @@ from leakgauge.fitting import Clock, Lesson, Pace, fit
 from leakgauge.papers import Paper
 from leakgauge.priors._pictures import decibels
 from leakgauge.priors.autoencoder import AutoencoderPrior
-from leakgauge.priors.folder import read
 from leakgauge.ranges import FROM_0, count, option
 from leakgauge.tensors import spawned
 from leakgauge.types import (
@@ -97,7 +96,7 @@ class ROG(PriorSearch):
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
     ) -> Preparation:
         public, resources = public_of(target, "rog"), resources or Resources()
-        known = read(Path(self.prior)) if self.prior else Kept()
+        known = priors.load(self.prior) if self.prior else Kept()
         if self.prior:
             fits(AutoencoderPrior.of(known).shape, target)
         clock = Clock.of(resources)

@@ -12,7 +12,7 @@ def checked(public: Dataset) -> tuple[int, int, int]:
     """The shape of the records, if they are pictures and enough of them."""
     if public.inputs.dim() != 4 or not public.inputs.is_floating_point():
         raise InputError(
-            "a prior is trained on pictures (N, C, H, W) with values in [0, 1], got "
+            "a prior is trained on floating-point pictures (N, C, H, W), got "
             f"{tuple(public.inputs.shape)} of {public.inputs.dtype}"
         )
     if len(public) < 2:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from leakgauge.errors import CheckpointError
 from leakgauge.fitting import Clock, Lesson, Pace, fit
+from leakgauge.papers import Paper
 from leakgauge.priors._pictures import checked, checked_kind, decibels
 from leakgauge.priors.folder import DIGESTS, digests
 from leakgauge.ranges import POSITIVE, count, option
@@ -40,8 +41,9 @@ RIDGE = 1e-4  # on the covariance's diagonal, of its mean
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """A code of fewer numbers, and what makes images of it."""
+    """A code of fewer numbers than pixels, and the way back."""
 
+    papers: ClassVar[tuple[Paper, ...]] = ()
     kind: ClassVar[str] = "autoencoder"
     channels: int = option(12, count(10_000))  # of the code
     halvings: int = option(2, count(10))
@@ -50,9 +52,12 @@ class Autoencoder:
     batch: int = option(32, count(100_000))
     lr: float = option(2e-3, POSITIVE)
 
-    def train(self, public: Dataset, rng: torch.Generator, resources: Resources) -> Kept:
+    def train(
+        self, public: Dataset, rng: torch.Generator, resources: Resources | None = None
+    ) -> Kept:
         """The prior of these records. Killed and begun again with the same `rng` and checkpoint, it
         ends at the same weights."""
+        resources = resources or Resources()
         clock = Clock.of(resources)
         shape = checked(public)
         order = torch.randperm(len(public), generator=rng)
@@ -77,6 +82,7 @@ class Autoencoder:
             "options": asdict(self),
             "data": public.name,
             "records": len(public),
+            "parameters": sum(w.numel() for w in done.weights.values()),
             "steps": done.steps,
             "score": done.score,
             "mean_psnr": decibels(images.mean(0).expand_as(aside), aside),
@@ -84,6 +90,10 @@ class Autoencoder:
         tensors = done.weights | _spread(done.weights, images[:MEASURED])
         facts["cpu_seconds"] = done.cpu_seconds
         return Kept(tensors | {DIGESTS: digests(public.inputs)}, facts)
+
+    @staticmethod
+    def opened(kept: Kept) -> AutoencoderPrior:
+        return AutoencoderPrior.of(kept)
 
 
 @dataclass(frozen=True)

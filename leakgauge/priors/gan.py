@@ -32,11 +32,30 @@ from torch import Tensor
 
 from leakgauge.errors import CheckpointError
 from leakgauge.fitting import Clock
+from leakgauge.papers import Paper
 from leakgauge.priors._pictures import checked, checked_kind, decibels
 from leakgauge.priors.folder import DIGESTS, digests
 from leakgauge.ranges import POSITIVE, count, option
 from leakgauge.types import Dataset, Kept, Named, Resources
 
+GOODFELLOW = Paper(
+    "goodfellow2014",
+    "Goodfellow, Ian and Pouget-Abadie, Jean and Mirza, Mehdi and Xu, Bing and Warde-Farley, David "
+    "and Ozair, Sherjil and Courville, Aaron and Bengio, Yoshua",
+    "Generative Adversarial Nets",
+    2014,
+    "Advances in Neural Information Processing Systems",
+    "https://arxiv.org/abs/1406.2661",
+    fields=(("volume", "27"),),
+)
+MIYATO = Paper(
+    "miyato2018",
+    "Miyato, Takeru and Kataoka, Toshiki and Koyama, Masanori and Yoshida, Yuichi",
+    "Spectral Normalization for Generative Adversarial Networks",
+    2018,
+    "International Conference on Learning Representations",
+    "https://openreview.net/forum?id=B1QRgziT-",
+)
 HELD = 200  # images held out, and at most a tenth of all
 NEAREST = 1000  # samples among which the nearest is sought
 EVERY = 100  # steps between two checkpoints
@@ -51,8 +70,9 @@ SLOPE = 0.2  # of the leaky ReLUs below zero
 
 @dataclass(frozen=True)
 class GAN:
-    """A generator of images from a latent, trained against a judge."""
+    """A generator of pictures, trained against a judge (Goodfellow 2014)."""
 
+    papers: ClassVar[tuple[Paper, ...]] = (GOODFELLOW, MIYATO)
     kind: ClassVar[str] = "gan"
     latent: int = option(64, count(100_000))
     width: int = option(96, count(10_000))  # channels of the smallest maps
@@ -60,9 +80,13 @@ class GAN:
     batch: int = option(32, count(100_000))
     lr: float = option(1e-3, POSITIVE)
 
-    def train(self, public: Dataset, rng: torch.Generator, resources: Resources) -> Kept:
+    def train(
+        self, public: Dataset, rng: torch.Generator, resources: Resources | None = None
+    ) -> Kept:
         """The prior of these records. Killed and begun again with the same `rng` and checkpoint, it
         ends at the same weights."""
+        resources = resources or Resources()
+        every = max(1, min(EVERY, self.steps // 5))
         clock = Clock.of(resources)
         shape = checked(public)
         order = torch.randperm(len(public), generator=rng)
@@ -77,7 +101,7 @@ class GAN:
             error = run.advance(self, images, rng)
             if resources.progress is not None:
                 resources.progress(run.step, self.steps, error)
-            if resources.checkpoint is not None and run.step % EVERY == 0:
+            if resources.checkpoint is not None and run.step % every == 0:
                 run.cpu_seconds = spent + clock.spent
                 resources.checkpoint.save(run.kept(rng))
         facts: dict[str, Any] = {
@@ -86,6 +110,7 @@ class GAN:
             "options": asdict(self),
             "data": public.name,
             "records": len(public),
+            "parameters": sum(w.numel() for w in run.mean.values()),
             "steps": run.step,
         }
         prior = GANPrior.of(Kept(run.mean, facts))
@@ -93,6 +118,10 @@ class GAN:
         facts["mean_psnr"] = decibels(images.mean(0).expand_as(aside), aside)
         facts["cpu_seconds"] = spent + clock.spent
         return Kept(run.mean | {DIGESTS: digests(public.inputs)}, facts)
+
+    @staticmethod
+    def opened(kept: Kept) -> GANPrior:
+        return GANPrior.of(kept)
 
 
 @dataclass(frozen=True)
