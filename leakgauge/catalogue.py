@@ -61,6 +61,10 @@ KINDS: dict[str, Kind] = {
         "leakgauge.restore:RESTORERS",
         "restorer",
     ),
+    "priors": Kind(
+        "what pictures look like, learned from public records (leakgauge prior train)",
+        "leakgauge.priors:KINDS",
+    ),
     "detectors": Kind(
         "what the guard asks of a model it received",
         "leakgauge.detectors:DETECTORS",

@@ -47,6 +47,7 @@ from leakgauge import catalogue
 from leakgauge._version import __version__
 from leakgauge.cli_guard import Output
 from leakgauge.cli_guard import app as guard_app
+from leakgauge.cli_prior import app as prior_app
 from leakgauge.config import choose, no_exit, toml
 from leakgauge.errors import LeakGaugeError, NotApplicable, PlanError
 
@@ -69,6 +70,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Data sets on disk.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(guard_app, name="guard")
+app.add_typer(prior_app, name="prior")
 console = Output()
 errors = Output(stderr=True)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import leakgauge
-from leakgauge import catalogue, cli, cli_guard
+from leakgauge import catalogue, cli, cli_guard, cli_prior
 
 HEAVY = {"torch", "numpy", "scipy", "PIL", "jinja2", "safetensors"}
 
@@ -56,6 +56,7 @@ def test_what_needs_no_tensor_loads_no_torch():
         "guard --help",
         "guard check --help",
         "data fetch --help",
+        "prior train --help",
     ]
     calls = "".join(f"call({command!r}); loaded()\n" for command in commands)
     code = f"import leakgauge; loaded()\nfrom leakgauge.cli import main\n{CALL}{calls}"
@@ -263,9 +264,8 @@ def test_help_describes_every_argument_and_option(path, monkeypatch):
 
 def test_all_commands_were_found():
     assert {("audit",), ("list",), ("data", "fetch"), ("guard", "check")} <= set(COMMANDS)
-    assert len(COMMANDS) == len(cli.app.registered_commands) + 1 + len(
-        cli_guard.app.registered_commands
-    )
+    others = (cli_guard.app.registered_commands, cli_prior.app.registered_commands)
+    assert len(COMMANDS) == len(cli.app.registered_commands) + 1 + sum(map(len, others))
 
 
 # Progress.

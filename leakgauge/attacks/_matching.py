@@ -180,11 +180,13 @@ class _Problem:
     total: int
     patience: int | None
     report: Callable[[float], None]
+    keep: bool = False  # the free variables of the best point, too
 
     def __post_init__(self) -> None:
         self.best = math.inf
         self.best_distance = math.inf
         self.best_inputs, self.best_labels = (t.clone() for t in self._decode(self.free))
+        self.best_free = [f.clone() for f in self.free] if self.keep else []
         self.history: list[float] = []
         self.distances: list[float] = []
         self.phase: Distance | None = None
@@ -236,6 +238,7 @@ class _Problem:
         if here.objective < self.best:
             self.best, self.best_distance = here.objective, here.distance
             self.best_inputs, self.best_labels = here.inputs.clone(), here.labels.clone()
+            self.best_free = [f.clone() for f in self.free] if self.keep else []
         self.report(here.objective)
         if self.patience is not None:
             self._wait(self.patience)
@@ -270,6 +273,7 @@ def match(
     errors: Tensor | None = None,
     trust: Trust | None = None,
     replay: Replay | None = None,
+    variables: list[Tensor] | None = None,
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
 
@@ -279,7 +283,8 @@ def match(
     first restart: the others start as the search does, and no random number is another with them
     than without. `errors` are ∂L/∂logits of the candidates, see `Engine`. An attack of several
     searches on one update gives them all the same `trust`: the derivative is checked once. `replay`
-    is what plays the training on candidates, where that is not one client's on one update.
+    is what plays the training on candidates, where that is not one client's on one update. A list
+    given as `variables` receives the free variables of the guess, for a stage in another space.
     """
     training, records = told(seen, "gradient matching")
     iterations, restarts = search.iterations, search.restarts
@@ -346,6 +351,7 @@ def match(
             total=iterations,
             patience=patience,
             report=report,
+            keep=variables is not None,
         )
         found.append(problem)
         try:
@@ -369,6 +375,8 @@ def match(
     # A restart that the budget cut short in an earlier phase is not comparable: it comes last.
     best = min(found, key=lambda p: (-p.phases, p.best))
     guessed = best.best_labels
+    if variables is not None:
+        variables[:] = [f.float().cpu() for f in best.best_free]
     return Reconstruction(
         inputs=best.best_inputs.clamp(0, 1).float().cpu(),
         labels=(guessed.argmax(1) if guessed.is_floating_point() else guessed).cpu(),

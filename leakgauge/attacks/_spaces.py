@@ -118,15 +118,7 @@ class Generator:
         return [*free, normal(c, w, 3, 3, fan=9 * w), torch.zeros(c)]
 
     def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
-        leaves = [f.clone().requires_grad_() for f in free]
-        fit = torch.optim.Adam(leaves, lr=FIT_LR)
-        for _ in range(FIT_STEPS):
-            with torch.enable_grad():
-                off = F.mse_loss(self.decode(leaves, (images.shape[2], images.shape[3])), images)
-                for leaf, slope in zip(leaves, torch.autograd.grad(off, leaves), strict=True):
-                    leaf.grad = slope
-            fit.step()
-        return [leaf.detach() for leaf in leaves]
+        return fitted(self, images, free)
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
         code, first, *blocks, weight, bias = free
@@ -164,6 +156,38 @@ class Beside:
         searched = self.inner.decode(free, size)
         every = torch.cat([searched, self.known.to(searched)])
         return every[self.order.to(every.device)]
+
+
+@dataclass(frozen=True)
+class FixedCodes:
+    """The weights of a generator alone: its codes (N, latent) stay as they are given."""
+
+    generator: Generator
+    codes: Tensor
+    boxed: ClassVar[bool] = False
+
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
+        return self.generator.draw(shape, start, rng)[1:]
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        return fitted(self, images, free)
+
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
+        return self.generator.decode([self.codes.to(free[0]), *free], size)
+
+
+def fitted(space: Space, images: Tensor, free: list[Tensor], lr: float = FIT_LR) -> list[Tensor]:
+    """Variables of a space that show these images as nearly as FIT_STEPS steps of Adam bring them
+    from drawn ones."""
+    leaves = [f.clone().requires_grad_() for f in free]
+    fit = torch.optim.Adam(leaves, lr=lr)
+    for _ in range(FIT_STEPS):
+        with torch.enable_grad():
+            off = F.mse_loss(space.decode(leaves, (images.shape[2], images.shape[3])), images)
+            for leaf, slope in zip(leaves, torch.autograd.grad(off, leaves), strict=True):
+                leaf.grad = slope
+        fit.step()
+    return [leaf.detach() for leaf in leaves]
 
 
 def _groups(channels: int) -> int:

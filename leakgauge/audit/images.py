@@ -61,6 +61,19 @@ def sheet(
     return page
 
 
+def contact_sheet(images: Tensor) -> bytes:
+    """Pictures side by side, eight to a row, as PNG."""
+    tiles = [picture(image).convert("RGB") for image in images]
+    columns, gap = max(1, min(8, len(tiles))), 4
+    factor = max(1, TILE // 2 // max(1, tiles[0].height))
+    wide, high = (factor * side + gap for side in tiles[0].size)
+    page = Image.new("RGB", (columns * wide + gap, -(-len(tiles) // columns) * high + gap), "white")
+    for i, tile in enumerate(tiles):
+        grown = tile.resize((wide - gap, high - gap), Image.Resampling.NEAREST)
+        page.paste(grown, (gap + (i % columns) * wide, gap + (i // columns) * high))
+    return _png(page)
+
+
 def _png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")

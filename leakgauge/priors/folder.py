@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leakgauge.errors import CheckpointError
-from leakgauge.files import read_plain, read_tensors, write_json, write_tensors
+from leakgauge.files import read_plain, read_tensors, write_atomic, write_json, write_tensors
 from leakgauge.tensors import raw
 from leakgauge.types import Kept
 
@@ -25,15 +27,24 @@ WEIGHTS, FACTS = "prior.safetensors", "prior.json"
 DIGESTS = "digests"
 
 
-def write(kept: Kept, folder: Path) -> None:
-    """Each file whole or not at all; the facts last, so that a folder with facts is complete."""
+def write(kept: Kept, folder: Path, beside: Mapping[str, bytes] | None = None) -> None:
+    """Each file whole or not at all; the facts last, so that a folder with facts is complete.
+    `beside` are files of another form of the same prior."""
     (folder / FACTS).unlink(missing_ok=True)
+    for name, content in (beside or {}).items():
+        write_atomic(folder / name, content)
     write_tensors(folder / WEIGHTS, kept.tensors)
     write_json(folder / FACTS, dict(kept.facts))
 
 
 def read(folder: Path) -> Kept:
     """The prior in a folder."""
+    facts = read_facts(folder)
+    return Kept(read_tensors(folder / WEIGHTS), facts)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a prior is and was trained on, without its weights."""
     try:
         facts = json.loads(read_plain(folder / FACTS))
     except FileNotFoundError:
@@ -52,7 +63,8 @@ def read(folder: Path) -> Kept:
                 f"{folder / FACTS} is not that of a prior: expected {key!r} of type "
                 f"{kind.__name__}; train it anew with `leakgauge prior train`"
             )
-    return Kept(read_tensors(folder / WEIGHTS), facts)
+    found: dict[str, Any] = facts
+    return found
 
 
 def digests(records: Tensor) -> Tensor:
