@@ -505,3 +505,16 @@ def test_a_result_that_kept_no_raw_pictures_is_still_warned_of(tmp_path, told, b
     made = replace(made, trials=tuple(map(before, made.trials)))
     assert [tile.words for tile in html.pictures.worst(made).tiles] == ["truth", "guess"]
     assert contents.INVENTS in told("html", made, tmp_path)
+
+
+def test_a_comparison_has_raw_and_unread_medians(tmp_path, both):
+    restored, prior = both
+    (row,) = (r for r in diff.compare(prior, restored).rows if r.attack == "analytic")
+    median = restored.summary[0].measured.raw["psnr"].median
+    assert (row.raw.a, row.raw.b) == (None, median)
+    assert (row.unread.a, row.unread.b) == (7.0, 7.0)
+    text = tidy(printed(diff.compare(prior, restored), width=200))
+    shown = f"{row.medians['psnr'].a:.3g}"
+    assert f"none analytic – → {median:.3g} {shown} → {shown} 7 → 7" in text
+    plain_one = sample(tmp_path / "plain", seeds=1)
+    assert "no update" not in printed(diff.compare(plain_one, plain_one))
