@@ -90,10 +90,10 @@ def invented(score: Score) -> str | None:
         return None
     source = "a generative prior" if score.raw is None else "the restorer"
     words = f"{source} can add detail that no record had"
-    if (gain := _gain(score.scores, score.prior_only)) <= NO_GAIN:
-        words += f"; the picture is no closer than one made without the update ({gain:+.1f} dB)"
-    if score.raw is not None and (lost := _gain(score.raw, score.scores)) > NO_GAIN:
-        words += f"; the raw guess was closer ({lost:+.1f} dB)"
+    if _gain(score.scores, score.prior_only) <= NO_GAIN:
+        words += "; the picture is no closer than one made without the update"
+    if score.raw is not None and _gain(score.raw, score.scores) > NO_GAIN:
+        words += "; the raw guess was closer"
     return words
 
 

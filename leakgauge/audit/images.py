@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from leakgauge.audit.results import Pictures, Score
+from leakgauge.audit.results import Pictures, Score, Scores
 
 TILE = 128  # pixels of an image on the sheet
 LIMIT = 64  # images of a trial that are kept; scores cover all
@@ -35,6 +35,11 @@ def names(restored: bool) -> dict[str, str]:
         "guess": "restored" if restored else "guess",
         "prior": "no update",
     }
+
+
+def tables(score: Score) -> dict[str, Scores | None]:
+    """The scores of the pictures of a panel; a truth has none."""
+    return {"raw": score.raw, "guess": score.scores, "prior": score.prior_only}
 
 
 def drawn(
@@ -76,15 +81,13 @@ def sheet(kept: Mapping[str, Sequence[Image.Image]], score: Score | None) -> Ima
     """Truths above guesses, eight to a row, with their PSNR. Where there is more beside them, each
     line says what it shows."""
     lines = {key: words for key, words in names("raw" in kept).items() if key in kept}
-    tables = {}
-    if score is not None:
-        tables = {"raw": score.raw, "guess": score.scores, "prior": score.prior_only}
+    scores = tables(score) if score else {}
     count = len(kept["guess"])
     columns = max(1, min(8, count))
     rows = -(-count // columns)
     caption, gap = 18, 6
     margin = 70 if len(lines) > 2 else 0
-    heights = {key: TILE + (caption if tables.get(key) else 2) for key in lines}
+    heights = {key: TILE + (caption if scores.get(key) else 2) for key in lines}
     width, height = TILE + gap, sum(heights.values()) + gap
     page = Image.new("RGB", (margin + columns * width + gap, rows * height + gap), "white")
     draw = ImageDraw.Draw(page)
@@ -95,7 +98,7 @@ def sheet(kept: Mapping[str, Sequence[Image.Image]], score: Score | None) -> Ima
                 draw.text((gap, y + TILE // 2), words, fill="black")
             tile = kept[key][i].convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST)
             page.paste(tile, (x, y))
-            if table := tables.get(key):
+            if table := scores.get(key):
                 draw.text((x + 2, y + TILE + 2), f"{table['psnr'][i]:.1f} dB", fill="black")
             y += heights[key]
     return page

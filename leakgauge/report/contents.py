@@ -114,6 +114,15 @@ STATES = {
 }
 UNTESTED = "untested"
 NO_VERDICT = "No verdict"
+INVENTS = (
+    "A picture that a restorer or a generative prior helped to make can show detail that no record "
+    "had."
+)
+UNREAD = (
+    f"{INVENTS} “No update” is what the same prior shows without the update: a record that this "
+    "shows as well was not read from the update, and does not count as recovered or recognised "
+    "unless the raw guess shows it."
+)
 NO_LPIPS = (
     "LPIPS, the likeness that is nearest to what people see, was not measured: put "
     f"{lpips.FILE} into the folder that the environment variable LEAKGAUGE_WEIGHTS names, and "
@@ -396,6 +405,41 @@ def _finding(result: Result, row: Row) -> Finding:
         caveats=tuple(shortened(caveat, 400) for caveat in caveats),
         knows=knows(row, found),
     )
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A row in which a prior had a part. Medians and the share recognised, as texts: of the raw
+    guesses, of the pictures that the attacker ends with, of those made without the update."""
+
+    round: int
+    defence: str
+    attack: str
+    raw: tuple[str, ...]
+    shown: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+def sides(result: Result) -> list[Sides]:
+    """One for each row with restored guesses or a generative prior."""
+    return [
+        Sides(
+            *place(row),
+            *(_side(result, table) for table in (found.raw, found.scores, found.prior_only)),
+        )
+        for row, found in measured(result)
+        if found.prior_only
+    ]
+
+
+def _side(result: Result, table: dict[str, Spread] | None) -> tuple[str, ...]:
+    if table is None:
+        return (NOTHING,)
+    lpips = [metric for metric in result.metrics if metric.name == "lpips"]
+    likeness = [f"{m.label}{SPACE}{number(table[m.name].median, m)}" for m in lpips]
+    known = table.get("identified")
+    found = [f"{percent(known.mean)} recognised"] if known else []
+    return decibels(table["psnr"].median), *likeness, *found
 
 
 def unknown(row: Row) -> str:
