@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from leakgauge.attacks._objectives import relative_squared, squared
 from leakgauge.attacks._own import apart, beside, left, others, same_records
 from leakgauge.attacks._replays import Clients, Rounds
 from leakgauge.attacks._spaces import Beside, LowResolution, Pixels
-from leakgauge.errors import InputError, Withheld
+from leakgauge.audit import Store, parse, run
+from leakgauge.errors import InputError, PlanError, Withheld
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
 from leakgauge.tensors import norm, subtract, weighted_mean
@@ -350,3 +352,51 @@ def test_rounds_of_other_records_are_left_aside_in_words() -> None:
     guess = attack.reconstruct(seen, seeded())
     assert 'set rounds = "all"' in guess.notes[0]
     assert replace(attack, rounds="all").reconstruct(seen, seeded()).facts["rounds"] == 2
+
+
+# --- in an audit -------------------------------------------------------------------------------
+
+PLAN: dict[str, Any] = {
+    "federation": {
+        "model": {"name": "mlp", "hidden": [16]},
+        "data": "digits",
+        "clients": 3,
+        "rounds": [1],
+        "training": {"batch_size": 2, "lr": 0.1},
+    },
+    "threat": {"actor": "client", "client": 1, "rounds": 2},
+    "attack": [
+        {"name": "curious-client", "iterations": 3, "exact": False},
+        {"name": "inverting-gradients", "iterations": 3},
+    ],
+    "audit": {"seeds": [0], "explain": False, "exact": False, "gallery": 20},
+}
+
+
+def test_an_audit_judges_every_attack_of_a_client_on_the_others(tmp_path: Path) -> None:
+    plan = parse(PLAN, "client", tmp_path)
+    result = run(plan, Store(tmp_path))
+    trials = {t.attack: t for t in result.trials if t.kind == "trial"}
+    assert {t.status for t in result.trials} == {"done"}  # the controls, too: they have no earlier
+    for name, trial in trials.items():
+        assert (trial.score.records, trial.found.guesses) == (4, 4), name
+        assert trial.realism == "informed"
+    assert "own records were others there" in " ".join(trials["curious-client"].found.notes)
+    assert "left out: 2 guesses" in " ".join(trials["inverting-gradients"].found.notes)
+
+
+@pytest.mark.parametrize(
+    ("federation_", "threat", "words"),
+    [
+        ({"clients": 1}, {"client": 0, "rounds": 1}, "the only client of the round"),
+        ({}, {"rounds": 3}, r"threat.rounds = 3: 2 honest rounds or more .*rounds = \[1\]"),
+        ({"participants": 2}, {}, "every client is in each of them"),
+        ({}, {"rounds": 0}, "threat.rounds must be at least 1, got 0"),
+    ],
+)
+def test_a_plan_is_refused_in_words(
+    federation_: dict[str, Any], threat: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    table = PLAN | {"federation": PLAN["federation"] | federation_}
+    with pytest.raises(PlanError, match=words):
+        parse(table | {"threat": PLAN["threat"] | threat}, "client", tmp_path)
