@@ -15,6 +15,7 @@ from leakgauge.attacks.fedavg import FedAvgEpochs
 from leakgauge.attacks.fedleak import FedLeak
 from leakgauge.attacks.git import GIT
 from leakgauge.attacks.gradinversion import GradInversion
+from leakgauge.attacks.guided_diffusion import GuidedDiffusion
 from leakgauge.attacks.hfgradinv import HFGradInv
 from leakgauge.attacks.idlg import IDLG
 from leakgauge.attacks.inverting_gradients import InvertingGradients
@@ -35,6 +36,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "fedleak": FedLeak,
     "git": GIT,
     "gradinversion": GradInversion,
+    "guided-diffusion": GuidedDiffusion,
     "hfgradinv": HFGradInv,
     "idlg": IDLG,
     "inverting-gradients": InvertingGradients,
@@ -63,6 +65,7 @@ __all__ = [
     "FedAvgEpochs",
     "FedLeak",
     "GradInversion",
+    "GuidedDiffusion",
     "HFGradInv",
     "InvertingGradients",
     "LayerExposure",
