@@ -68,7 +68,7 @@ class GuidedDiffusion:
     papers: ClassVar[tuple[Paper, ...]] = (CHUNG, HO)
     prior: str = ""
     iterations: int = 100  # levels of the sampler
-    scale: float = option(0.3, FROM_0)
+    scale: float = option(0.2, FROM_0)
     labels: LabelRule = "counts"
     derivative: Mode = "auto"
     training: int = option(2000, count(100_000_000))  # steps of the prior, where none is named

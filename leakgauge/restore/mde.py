@@ -46,7 +46,7 @@ class MDE:
     prior: str = ""
     iterations: int = option(30, count(1_000_000))
     steps: int = option(10, count(100_000))
-    lr: float = 0.1
+    lr: float = 0.05
 
     def restore(
         self,
