@@ -15,6 +15,7 @@ from leakgauge import data, metrics, priors
 from leakgauge.audit import Store, parse, run
 from leakgauge.audit.schema import load
 from leakgauge.errors import CheckpointError, MissingExtra, NotApplicable, PlanError
+from leakgauge.files import write_json, write_tensors
 from leakgauge.records import Images, Tokens
 from leakgauge.report import html
 from leakgauge.restore import DDRM, MDE, RESTORERS, TotalVariation
@@ -277,6 +278,8 @@ def test_an_audit_restores_and_says_what_noise_would_have_given(tmp_path):
         ({"name": "total-variation", "wait": 1}, "unknown key 'wait'"),
         ({"name": "total-variation", "weight": -1.0}, "weight must be"),
         (3, "restore: expected text, got 3 or"),
+        ("ddrm", "restorer 'ddrm': name the prior that it works with"),
+        ({"name": "ddrm", "factor": 0}, "factor must be between 1 and 64"),
     ],
 )
 def test_a_wrong_restorer_is_refused(tmp_path, restore, message):
@@ -322,3 +325,18 @@ def test_a_prior_that_was_trained_on_a_client_is_refused(tmp_path):
     table = plan(GUESS | {"restore": {"name": "ddrm", "prior": "mine"}})
     with pytest.raises(PlanError, match=r"prior = 'mine': .* trained on 1797 of the clients' reco"):
         parse(table, "wrong", tmp_path)
+
+
+@pytest.mark.parametrize("attack", [{"restore": {"name": "mde", "prior": "x"}}, {}])
+def test_a_plan_without_the_extra_is_refused_and_others_are_not(tmp_path, monkeypatch, attack):
+    (tmp_path / "x").mkdir()
+    facts = {"kind": "ddpm", "shape": [1, 8, 8], "options": {}, "data": "x", "records": 1}
+    write_json(tmp_path / "x" / "prior.json", facts)
+    write_tensors(tmp_path / "x" / "prior.safetensors", {"a": torch.zeros(1)})
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    own = GUESS | attack if attack else {"name": "guided-diffusion"}
+    with pytest.raises(
+        MissingExtra, match=r"needs the package 'diffusers'.*leakgauge\[diffusion\]"
+    ):
+        parse(plan(own), "without", tmp_path)
+    parse(plan(GUESS | {"restore": "total-variation"}), "others", tmp_path)

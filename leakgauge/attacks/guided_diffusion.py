@@ -37,7 +37,7 @@ from leakgauge.attacks._matching import Phases, through_defence
 from leakgauge.attacks._objectives import Distance, cosine
 from leakgauge.errors import Withheld
 from leakgauge.papers import Paper
-from leakgauge.priors.ddpm import DDPM, HO, Diffusion
+from leakgauge.priors.ddpm import DDPM, EXTRAS, HO, Diffusion
 from leakgauge.ranges import FROM_0, count, option
 from leakgauge.records import pictures
 from leakgauge.tensors import spawned
@@ -66,6 +66,7 @@ class GuidedDiffusion:
     """Draws from a diffusion prior, led by the gradient (Chung 2023)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (CHUNG, HO)
+    extras: ClassVar[tuple[tuple[str, str], ...]] = EXTRAS
     prior: str = ""
     iterations: int = 100  # levels of the sampler
     scale: float = option(0.2, FROM_0)

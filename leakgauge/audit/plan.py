@@ -41,7 +41,7 @@ from leakgauge.audit.document import (
     name_of,
 )
 from leakgauge.audit.results import Source
-from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
+from leakgauge.config import build, choose, convert, did_you_mean, installed, plain, shown
 from leakgauge.defences import DEFENCES, Chain
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
@@ -380,6 +380,7 @@ def _each(
         if what == "attack":
             options = _placed(options, folder, named)
         found = method.item and method.make(options, f"{what} {name!r}")
+        _check_extras(found, f"{what} {name!r}")
         outside += [method] if method.spec else []
         key = method.key
         if begin is not None:
@@ -390,7 +391,14 @@ def _each(
             own, more = _name(chosen, "restorer")
             restorer = find("restorer", own, RESTORERS, folder)
             key = unused(f"{key}+{restorer.key}", made)
-            restorers[key] = restorer.make(_placed(more, folder, named), f"restorer {own!r}")
+            more = _placed(more, folder, named)
+            restorers[key] = restorer.make(more, f"restorer {own!r}")
+            _check_extras(restorers[key], f"restorer {own!r}")
+            if getattr(restorers[key], PRIOR, None) == "":
+                raise PlanError(
+                    f"restorer {own!r}: name the prior that it works with, as in "
+                    f'{PRIOR} = "FOLDER" (`leakgauge prior train` makes one)'
+                )
             outside += [restorer] if restorer.spec else []
         made[unused(key, made)] = found
     return made, restorers, outside
@@ -404,6 +412,12 @@ def _placed(options: Table, folder: Path, named: dict[str, priors.Described]) ->
     if written not in named:
         named[written] = priors.described(written, folder)
     return options | {PRIOR: str(named[written].place)}
+
+
+def _check_extras(found: object, use: str) -> None:
+    """Refuse what needs a package that is not there, before anything runs."""
+    for package, extra in getattr(found, "extras", ()):
+        installed(package, extra, use)
 
 
 def _begun(

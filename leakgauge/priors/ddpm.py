@@ -62,6 +62,7 @@ DDIM = Paper(
     "https://arxiv.org/abs/2010.02502",
 )
 EXTRA = "diffusion"
+EXTRAS = (("diffusers", EXTRA),)  # what a method needs that uses such a prior
 PREFIX = "unet."  # of the network's weights among a prior's tensors
 GROUPS = 8  # of channels that are normalised together
 HELD_OUT = 128  # records on which a fit is judged, at most

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from leakgauge.papers import Paper
 from leakgauge.priors import Diffusion, diffusion
+from leakgauge.priors.ddpm import EXTRAS
 from leakgauge.ranges import SHARE, Range, count, option
 from leakgauge.records import Record, pictures
 
@@ -62,6 +63,7 @@ class DDRM:
     """Takes noise off, and adds a finer scale, by a diffusion model (Kawar 2022)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    extras: ClassVar[tuple[tuple[str, str], ...]] = EXTRAS
     prior: str = ""
     factor: int | Literal["auto"] = option("auto", count(64))
     noise: float | Literal["auto"] = option("auto", Range(0, 10))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from leakgauge.papers import Paper
 from leakgauge.priors import Diffusion, diffusion
+from leakgauge.priors.ddpm import EXTRAS
 from leakgauge.ranges import count, option
 from leakgauge.records import Record, pictures
 
@@ -43,6 +44,7 @@ class MDE:
     """Finds the noise of which a diffusion model makes about the guess."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
+    extras: ClassVar[tuple[tuple[str, str], ...]] = EXTRAS
     prior: str = ""
     iterations: int = option(30, count(1_000_000))
     steps: int = option(10, count(100_000))
