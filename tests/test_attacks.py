@@ -26,6 +26,7 @@ from leakgauge.attacks import (
     CuriousClient,
     ExactRecursion,
     FedInverse,
+    GuidedDiffusion,
     InvertingGradients,
     SeparateAndDecode,
     SmoothToSharp,
@@ -36,8 +37,9 @@ from leakgauge.attacks.analytic import grouped, unexplained
 from leakgauge.data.digits import digits as load_digits
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl import Scenario, simulate
-from leakgauge.fl.local import decay
+from leakgauge.fl.local import decay, train
 from leakgauge.metrics.identify import reidentified
+from leakgauge.priors import DDPM
 from leakgauge.records import AS_THEY_ARE, Scale
 from leakgauge.threat import before, check, covered, observe
 from leakgauge.types import (
@@ -113,7 +115,7 @@ def paired(guess: Tensor, truth: Tensor) -> Tensor:
 def quick(name: str, **options: Any) -> Attack:
     """The attack with a few iterations, or of what learns, a few pairs; a search does search."""
     known = {f.name for f in dataclasses.fields(ATTACKS[name])}  # type: ignore[arg-type]
-    short = {"iterations": 4, "exact": False}
+    short: dict[str, Any] = {"iterations": 4, "exact": False, "training": 1}
     short |= {"pairs": 24, "steps": 3} if "pairs" in known else {}
     short |= {"steps": 2, "candidates": 4} if "prior" in known else {}
     return ATTACKS[name](**{k: v for k, v in (short | options).items() if k in known})
@@ -463,6 +465,35 @@ def exact_git() -> None:
     assert float((found - truth).norm() / truth.norm()) < 0.1
 
 
+def exact_guided_diffusion() -> None:
+    """Led by the gradient it draws digits whose gradient is near the observed one; what it draws
+    of the same prior without, is not. A step uphill would lead away."""
+    round_ = played(network("lenet-zhu", seed=1), LocalTraining(batch_size=2), records=2)
+    threat, data = ThreatModel(), digits()
+    others = Dataset("others", data.inputs[100:], data.labels[100:], data.classes)
+    kept = DDPM(steps=120, batch=16, widths=(16, 16), lr=3e-3).train(others, seeded(3))
+    guided = GuidedDiffusion(prior="given", iterations=40)
+    assert "public" not in guided.needs
+    assert "public" in GuidedDiffusion().needs
+    guess = guided.reconstruct(observe(round_, threat, kept=kept), seeded())
+    assert guess.prior is not None
+    assert guess.prior.shape == guess.inputs.shape
+
+    def distance(inputs: Tensor, labels: Tensor) -> float:
+        sent = train(round_.setting, Batch(inputs, labels), round_.training, seeded()).update
+        own, true = (
+            torch.cat([v.flatten() for v in u.values()]) for u in (sent, round_.updates[0])
+        )
+        return 1 - float(torch.cosine_similarity(own, true, dim=0))
+
+    assert guess.labels is not None
+    led, alone = distance(guess.inputs, guess.labels), distance(guess.prior, guess.labels)
+    assert led == pytest.approx(guess.residual, rel=1e-2, abs=1e-5)
+    assert led < 0.25 * alone
+    truth = covered(round_, threat).inputs
+    assert float(paired(guess.inputs, truth).median()) > float(paired(guess.prior, truth).median())
+
+
 def exact_lti() -> None:
     """A network without hidden layers in a world where the update is the image, times a class."""
     model = network("mlp", hidden=())
@@ -552,6 +583,7 @@ EXACT: dict[str, Callable[[], None]] = {
     "exact-recursion": exact_exact_recursion,
     "fedavg-epochs": exact_fedavg_epochs,
     "git": exact_git,
+    "guided-diffusion": exact_guided_diffusion,
     "lti": exact_lti,
     "fedleak": lambda: recognises(quick("fedleak", iterations=100)),
     "idlg": exact_idlg,

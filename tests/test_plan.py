@@ -589,9 +589,10 @@ def test_plain_is_what_json_can_hold():
     assert json.loads(json.dumps(value, allow_nan=False)) == value
 
 
-WHOLE = {"analytic", "exact-recursion", "git", "lti", "separate-and-decode"}
-"""Linear algebra, learned networks, and a search that ends by itself: a forecast times such a trial
-whole. What the last three of them prepare is long, and is timed apart by its signs of progress."""
+WHOLE = {"analytic", "exact-recursion", "git", "guided-diffusion", "lti", "separate-and-decode"}
+"""Linear algebra, learned networks, a search that ends by itself, draws from a prior: a forecast
+times such a trial whole. What the last four of them prepare is long, and is timed apart by its
+signs of progress."""
 SEARCHES = sorted(ATTACKS.keys() - WHOLE)
 OWN_SPACE = {"fedinverse", "ggl", "gias", "rog"}
 """They search the latents, weights or codes of a prior, and no space that a plan could choose."""

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
-from leakgauge import data, metrics, tensors, threat
+from leakgauge import data, metrics, priors, tensors, threat
 from leakgauge.audit import Store, parse, run
 from leakgauge.audit.bench import Bench
 from leakgauge.audit.cases import Case
 from leakgauge.audit.schema import load
 from leakgauge.audit.score import scored
-from leakgauge.errors import NotApplicable, PlanError
+from leakgauge.errors import CheckpointError, MissingExtra, NotApplicable, PlanError
+from leakgauge.files import write_json, write_tensors
 from leakgauge.records import Images, Tokens
-from leakgauge.restore import RESTORERS, TotalVariation
+from leakgauge.report import html
+from leakgauge.restore import DDRM, MDE, RESTORERS, TotalVariation
+from leakgauge.restore.ddrm import Down, estimated, restored, scale_of
+from leakgauge.restore.mde import enhanced, sampled
 from leakgauge.restore.total_variation import _divergence, _slope
-from leakgauge.types import Batch, Reconstruction
+from leakgauge.types import Batch, Dataset, Reconstruction
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -31,10 +39,164 @@ def noisy(strength: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
     return clean, (clean + strength * torch.randn(clean.shape, generator=seeded())).clamp(0, 1)
 
 
+@pytest.fixture(scope="session")
+def prior(tmp_path_factory) -> Path:
+    """A small diffusion model of photographs, other ones than those that are restored."""
+    every = data.load("photos", size=32, per_photo=40)
+    crops = F.interpolate(every.inputs[12:], 16, mode="area")
+    public = Dataset("photos", crops, every.labels[12:], every.classes)
+    options = {"steps": 150, "batch": 16, "widths": (16, 16), "lr": 3e-3}
+    folder = tmp_path_factory.mktemp("prior")
+    priors.save(priors.DDPM(**options).train(public, seeded(5)), folder)
+    return folder
+
+
+@pytest.fixture
+def made(prior):
+    """A restorer of this name: one that works with a prior has a small one."""
+
+    def make(name: str, **options):
+        known = RESTORERS[name].__dataclass_fields__
+        return RESTORERS[name](**options | ({"prior": str(prior)} if "prior" in known else {}))
+
+    return make
+
+
+RECORD = Images((3, 16, 16))
+
+
+def pair(strength: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
+    clean = F.interpolate(data.load("photos", size=32).inputs[:12], 16, mode="area")
+    return clean, (clean + strength * torch.randn(clean.shape, generator=seeded())).clamp(0, 1)
+
+
 @pytest.mark.parametrize("name", RESTORERS)
-def test_it_makes_noisy_pictures_better(name):
+def test_a_restored_guess_is_pictures_that_follow_from_the_seed(name, made):
+    _, guess = pair()
+    before = torch.random.get_rng_state()
+    kept = guess.clone()
+    first, again = (made(name).restore(guess, RECORD, seeded(1)) for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(guess, kept)
+    assert torch.equal(first, again)
+    assert first.shape == guess.shape
+    assert first.dtype == guess.dtype
+    assert (first >= 0).all()
+    assert (first <= 1).all()
+    json.dumps(dataclasses.asdict(RESTORERS[name]()))
+    with pytest.raises(NotApplicable, match="it reads pictures, and these records are tokens"):
+        made(name).restore(torch.zeros(2, 4), Tokens((4,)), seeded())
+
+
+@pytest.mark.parametrize("name", ["ddrm", "mde"])
+def test_a_prior_that_is_not_named_or_not_installed_is_said(name, made, monkeypatch):
+    _, guess = pair()
+    with pytest.raises(NotApplicable, match=f"{name} needs a diffusion prior: name one"):
+        RESTORERS[name]().restore(guess, RECORD, seeded())
+    priors._diffusion.cache_clear()
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(MissingExtra, match=r"needs the package 'diffusers'.*\[diffusion\]"):
+        made(name).restore(guess, RECORD, seeded())
+
+
+@pytest.mark.parametrize(("name", "least"), [("ddrm", 1.5), ("total-variation", 0.5)])
+def test_small_pictures_get_better(name, least, made):
+    clean, guess = pair(0.2)
+    better = made(name).restore(guess, RECORD, seeded())
+    gain = metrics.psnr(better, clean) - metrics.psnr(guess, clean)
+    assert float(gain.median()) > least
+
+
+# ---------------------------------------------------------------- DDRM
+
+
+@pytest.mark.parametrize(("size", "factor"), [((16, 16), 4), ((16, 12), 2), ((9, 14), 3)])
+def test_the_operator_is_bicubic_down_sampling(size, factor):
+    x = torch.randn(2, 3, *size, generator=seeded())
+    small = [side // factor for side in size]
+    wanted = F.interpolate(x, size=small, mode="bicubic", antialias=True)
+    down = Down.of(size, factor)
+    torch.testing.assert_close(down(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(down.outside(down.inside(x)), x, rtol=1e-4, atol=1e-5)
+    # What was measured is all of x that the operator sees.
+    back = down.outside(down.measured(wanted))
+    torch.testing.assert_close(down(back), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_without_noise_the_measurement_is_reproduced(factor, prior):
+    """Whatever the model invents, down-sampled it is what was measured."""
+    clean, _ = pair()
+    model = priors.diffusion(str(prior), "a test")
+    down = Down.of((16, 16), factor)
+    y = down(clean * 2 - 1)
+    options = DDRM(factor=factor, noise=0.0, steps=10)
+    x = restored(model, down, y, torch.zeros(len(y)), options, seeded(1))
+    torch.testing.assert_close(down(x), y, rtol=1e-4, atol=1e-4)
+    other = restored(model, down, y, torch.zeros(len(y)), options, seeded(2))
+    same = torch.allclose(x, other, atol=1e-3)
+    assert same == (factor == 1)  # below the scale of the measurement each draw is another
+
+
+def test_with_much_noise_it_lets_go_of_the_measurement(prior):
+    clean, _ = pair()
+    model, down = priors.diffusion(str(prior), "a test"), Down.of((16, 16), 1)
+    y = clean * 2 - 1
+    far = [
+        float((restored(model, down, y, torch.full((12,), s), DDRM(steps=10), seeded()) - y)
+              .square().mean())
+        for s in (0.0, 0.2, 1.0)
+    ]  # fmt: skip
+    assert far[0] < 1e-6 < far[1] < far[2]
+
+
+def test_the_noise_is_estimated_where_the_picture_is_flat():
+    for strength in (0.05, 0.2):
+        flat = torch.full((3, 3, 32, 32), 0.2)
+        noisy = flat + strength * torch.randn(flat.shape, generator=seeded())
+        torch.testing.assert_close(estimated(noisy), torch.full((3,), strength), rtol=0.1, atol=0)
+    assert float(estimated(flat).max()) < 1e-6
+
+
+def test_the_scale_of_a_guess_is_found():
+    clean, guess = noisy(0.2)
+    for factor in (2, 4):
+        small = F.interpolate(clean, 32 // factor, mode="area")
+        large = F.interpolate(small, 32, mode="bicubic").clamp(0, 1)
+        assert scale_of(large * 2 - 1) == factor
+    assert scale_of(guess * 2 - 1) == 1
+
+
+# ---------------------------------------------------------------- MDE
+
+
+def test_mde_lowers_its_own_objective(prior):
+    clean, _ = pair()
+    model = priors.diffusion(str(prior), "a test")
+    aim = clean[:4] * 2 - 1
+    x, history = enhanced(model, aim, MDE(iterations=15, steps=5), seeded(1))
+    assert history.shape == (16, 4)
+    torch.testing.assert_close((x - aim).square().flatten(1).mean(1), history.min(0).values)
+    assert (history.min(0).values < 0.5 * history[0]).all()
+
+
+def test_mde_without_iterations_would_be_a_sample(prior):
+    """The sampler is DDIM, deterministic: what comes out is of its manifold from the start."""
+    model = priors.diffusion(str(prior), "a test")
+    noise = torch.randn(2, 3, 16, 16, generator=seeded(4))
+    shown = sampled(model, noise, 5, None)
+    assert torch.equal(shown, sampled(model, noise, 5, None))
+    aim = torch.zeros_like(noise)
+    x, _ = enhanced(model, aim, MDE(iterations=1, steps=5, lr=1e-12), seeded(4))
+    torch.testing.assert_close(x, shown, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------- total variation
+
+
+def test_it_makes_noisy_pictures_better():
     clean, guess = noisy()
-    better = RESTORERS[name]().restore(guess, Images((3, 32, 32)), seeded())
+    better = TotalVariation().restore(guess, Images((3, 32, 32)), seeded())
     gain = metrics.psnr(better, clean) - metrics.psnr(guess, clean)
     assert better.shape == guess.shape
     assert (better >= 0).all()
@@ -174,8 +336,65 @@ def test_a_prior_of_the_attack_s_own_is_paired_and_scored_as_its_guesses_are(tmp
         ({"name": "total-variation", "wait": 1}, "unknown key 'wait'"),
         ({"name": "total-variation", "weight": -1.0}, "weight must be"),
         (3, "restore: expected text, got 3 or"),
+        ("ddrm", "restorer 'ddrm': name the prior that it works with"),
+        ({"name": "ddrm", "factor": 0}, "factor must be between 1 and 64"),
     ],
 )
 def test_a_wrong_restorer_is_refused(tmp_path, restore, message):
     with pytest.raises(PlanError, match=message):
         parse(plan(GUESS | {"restore": restore}), "wrong", tmp_path)
+
+
+def test_a_plan_names_a_prior_by_its_path_and_a_report_says_what_it_learned_from(tmp_path):
+    every = data.load("digits")
+    public = Dataset("other digits", every.inputs.flip(3), every.labels, every.classes)
+    priors.save(
+        priors.DDPM(steps=3, batch=4, widths=(8,), noises=20).train(public, seeded(1)),
+        tmp_path / "mine",
+    )
+    ddrm = {"name": "ddrm", "prior": "mine", "steps": 3}
+    table = plan(GUESS | {"restore": ddrm}, GUESS | {"restore": ddrm | {"name": "mde"}})
+    table["attack"][1]["restore"] |= {"iterations": 2}
+    checked = parse(table, "diffusion", tmp_path)
+    assert checked.document.attack[0]["restore"]["prior"] == "mine"  # as it was written
+    assert checked.restorers["inverting-gradients+ddrm"].prior == str(tmp_path / "mine")
+    before = checked.fingerprint
+    run(checked, Store(tmp_path / "out"))
+    result = load(tmp_path / "out" / "result.json")
+    assert [trial.status for trial in result.trials] == ["done", "done"]
+    assert result.trials[0].score.prior_only is not None
+    assert "prior" in result.threat.holds
+    words = "a ddpm trained on 1,797 records of other digits; none of them is a client's"
+    assert words in result.threat.knowledge["prior"]
+    page = html.render(result, tmp_path / "out", "hide")
+    assert "records of other digits" in page
+    assert str(tmp_path / "mine") not in page
+    kept = priors.load(str(tmp_path / "mine"))
+    kept.tensors["unet.conv_in.bias"] += 1
+    priors.save(kept, tmp_path / "mine")
+    assert parse(table, "diffusion", tmp_path).fingerprint != before
+    with pytest.raises(CheckpointError, match=r"no folder .*mine/../other"):
+        parse(plan(GUESS | {"restore": ddrm | {"prior": "mine/../other"}}), "x", tmp_path)
+
+
+def test_a_prior_that_was_trained_on_a_client_is_refused(tmp_path):
+    made = priors.DDPM(steps=1, batch=4, widths=(8,), noises=20)
+    priors.save(made.train(data.load("digits"), seeded(1)), tmp_path / "mine")
+    table = plan(GUESS | {"restore": {"name": "ddrm", "prior": "mine"}})
+    with pytest.raises(PlanError, match=r"prior = 'mine': .* trained on 1797 of the clients' reco"):
+        parse(table, "wrong", tmp_path)
+
+
+@pytest.mark.parametrize("attack", [{"restore": {"name": "mde", "prior": "x"}}, {}])
+def test_a_plan_without_the_extra_is_refused_and_others_are_not(tmp_path, monkeypatch, attack):
+    (tmp_path / "x").mkdir()
+    facts = {"kind": "ddpm", "shape": [1, 8, 8], "options": {}, "data": "x", "records": 1}
+    write_json(tmp_path / "x" / "prior.json", facts)
+    write_tensors(tmp_path / "x" / "prior.safetensors", {"a": torch.zeros(1)})
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    own = GUESS | attack if attack else {"name": "guided-diffusion"}
+    with pytest.raises(
+        MissingExtra, match=r"needs the package 'diffusers'.*leakgauge\[diffusion\]"
+    ):
+        parse(plan(own), "without", tmp_path)
+    parse(plan(GUESS | {"restore": "total-variation"}), "others", tmp_path)

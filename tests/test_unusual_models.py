@@ -210,6 +210,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "fishing": {"iterations": 2},
     "separate-and-decode": {"steps": 2, "images": 32, "evaluations": 20},
     "git": {"pairs": 24, "steps": 2},
+    "guided-diffusion": {"training": 1},
     "lti": {"pairs": 24, "steps": 2},
 }
 

@@ -20,6 +20,7 @@ from leakgauge.attacks.ggl import GGL
 from leakgauge.attacks.gias import GIAS
 from leakgauge.attacks.git import GIT
 from leakgauge.attacks.gradinversion import GradInversion
+from leakgauge.attacks.guided_diffusion import GuidedDiffusion
 from leakgauge.attacks.hfgradinv import HFGradInv
 from leakgauge.attacks.idlg import IDLG
 from leakgauge.attacks.inverting_gradients import InvertingGradients
@@ -46,6 +47,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "gias": GIAS,
     "git": GIT,
     "gradinversion": GradInversion,
+    "guided-diffusion": GuidedDiffusion,
     "hfgradinv": HFGradInv,
     "idlg": IDLG,
     "inverting-gradients": InvertingGradients,
@@ -81,6 +83,7 @@ __all__ = [
     "FedInverse",
     "FedLeak",
     "GradInversion",
+    "GuidedDiffusion",
     "HFGradInv",
     "InvertingGradients",
     "LayerExposure",

@@ -316,7 +316,7 @@ def match(
     )
     compared = distance
     if seen.answer:
-        compared = _adapted(distance, seen.answer, engine)
+        compared = through_defence(distance, seen.answer, engine)
         priors = (*priors, *_smooth(distance, seen.answer, engine, priors, rng))
     deadline = math.inf if resources.seconds is None else time.monotonic() + resources.seconds
     done = 0
@@ -426,7 +426,9 @@ def _smooth(
     return ((total_variation, constant(max(0.0, total - own))),)
 
 
-def _adapted(distance: Distance | Phases, answer: Answer, engine: Replay) -> Distance | Phases:
+def through_defence(
+    distance: Distance | Phases, answer: Answer, engine: Replay
+) -> Distance | Phases:
     """The distance as an attacker takes it who knows the defence: between what that leaves of a
     candidate's update and what it left of the true one."""
     if answer.through is None:

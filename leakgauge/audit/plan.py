@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from leakgauge import data, models, threat
+from leakgauge import data, models, priors, threat
 from leakgauge._version import __version__
 from leakgauge.attacks import ACTIVE_ATTACKS, ATTACKS, Begun, ExactRecursion, begun
 from leakgauge.attacks.begun import searches
 from leakgauge.attacks.parts import Search
 from leakgauge.audit import captured, comparison
+from leakgauge.audit import prior as prior_records
 from leakgauge.audit import public as public_records
 from leakgauge.audit.document import (
     ANNOUNCED,
@@ -40,7 +41,7 @@ from leakgauge.audit.document import (
     name_of,
 )
 from leakgauge.audit.results import Source
-from leakgauge.config import build, choose, convert, did_you_mean, plain, shown
+from leakgauge.config import build, choose, convert, did_you_mean, installed, plain, shown
 from leakgauge.defences import DEFENCES, Chain
 from leakgauge.errors import LeakGaugeError, PlanError
 from leakgauge.files import read_plain
@@ -71,6 +72,7 @@ from leakgauge.types import (
 
 T = TypeVar("T")
 MOST_STEPS = 1_000_000  # of local training, in one round
+PRIOR = "prior"  # the option of attacks and restorers that names one
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Plan:
     their names. `captured` are the rounds to attack, one per stage, where they are not
     simulated. `held_out` are the records on which a trade-off measures accuracy: no client's, and
     not the attacker's. `blind` are attacks that are run again on every defence, ignoring it, with
-    the names of those that know it: who knows a defence may still do better by ignoring it."""
+    the names of those that know it: who knows a defence may still do better by ignoring it.
+    `priors` are those that attacks and restorers of the file name, as the file writes them."""
 
     name: str
     document: Document
@@ -100,11 +103,12 @@ class Plan:
     outside: tuple[Method, ...] = ()
     held_out: Dataset | None = None
     blind: Mapping[str, str] = field(default_factory=dict)
+    priors: Mapping[str, priors.Described] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:
         """Differs when a trial could: by the tables, the records, the code and the model that
-        `module:callable` names, the weights or the version."""
+        `module:callable` names, the weights, the priors or the version."""
         document = self.document
         content = [__version__, plain(document), self.data.classes]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
@@ -127,6 +131,9 @@ class Plan:
         digest.update(" ".join(method.package for method in self.outside).encode())
         for name in (*names, *(method.spec for method in self.outside)):
             for file in own_files(name, self.folder):
+                digest.update(f"{file.name} ".encode() + file.read_bytes())
+        for prior in self.priors.values():
+            for file in prior.files:
                 digest.update(f"{file.name} ".encode() + file.read_bytes())
         return digest.hexdigest()
 
@@ -234,7 +241,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
             "federation.public a number of records to set aside, or a data set"
         )
     ours = ATTACKS | ACTIVE_ATTACKS
-    attacks, restorers, outside = _each("attack", ours, document.attack, folder)
+    named: dict[str, priors.Described] = {}
+    attacks, restorers, outside = _each("attack", ours, document.attack, folder, named)
     for key, attack in attacks.items():
         _check_needs(key, attack)
         threat.check(key, attack, document.threat, public=federation.public != 0)
@@ -286,6 +294,7 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
         restorers=_beside(restorers, blind),
         outside=(*outside, *others, *(one for one in scores if one.spec)),
         blind=blind,
+        priors=named,
     )
     if rounds:
         sent = captured.rounds(rounds, plain_model(plan._make_model(), "made_by"))
@@ -300,6 +309,8 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
         needed=any(threat.PUBLIC in attack.needs for attack in attacks.values()),
     )
     plan = replace(plan, public=public, public_source=source, data=private)
+    for written, prior in named.items():
+        prior_records.check_clean(prior, plan.data.inputs, f"prior = {written!r}", plan.data.name)
     if held_out is not None:
         plan = replace(plan, held_out=comparison.unknown(held_out, plan.public))
     check_secure(plan.scenario(federation.rounds[0], next(iter(plan.defences))))
@@ -350,10 +361,13 @@ def _name(value: str | Table, where: str, *also: str) -> tuple[str, Table]:
 
 
 def _each(
-    what: str, ours: Mapping[str, Any], tables: tuple[str | Table, ...], folder: Path
-) -> tuple[dict[str, Any], dict[str, Restorer], list[Method]]:
+    what: str, ours: Mapping[str, Any], tables: tuple[str | Table, ...], folder: Path,
+    named: dict[str, priors.Described] | None = None,
+) -> tuple[dict[str, Any], dict[str, Restorer], list[Method]]:  # fmt: skip
     """Instances by name, a name used again with a number; the restorers of attacks, under the name
-    of what they restore; and those from outside this package."""
+    of what they restore; and those from outside this package. The priors that they name go into
+    `named`."""
+    named = {} if named is None else named
     made: dict[str, Any] = {}
     restorers: dict[str, Restorer] = {}
     outside = []
@@ -369,26 +383,53 @@ def _each(
         method = find(what, name, ours, folder)
         if method.item is None and options:
             raise PlanError(f"{what} {name!r} takes no options, got {', '.join(options)}")
+        if what == "attack":
+            options = _placed(options, folder, named)
         found = method.item and method.make(options, f"{what} {name!r}")
+        _check_extras(found, f"{what} {name!r}")
         outside += [method] if method.spec else []
         key = method.key
         if begin is not None:
-            key, found, others = _begun(begin, name, method.key, found, folder)
+            key, found, others = _begun(begin, name, method.key, found, folder, named)
             outside += others
         if chosen is not None:
             chosen = convert(chosen, str | dict[str, Any], f"{what} {name!r}: {RESTORE}")
             own, more = _name(chosen, "restorer")
             restorer = find("restorer", own, RESTORERS, folder)
             key = unused(f"{key}+{restorer.key}", made)
+            more = _placed(more, folder, named)
             restorers[key] = restorer.make(more, f"restorer {own!r}")
+            _check_extras(restorers[key], f"restorer {own!r}")
+            if getattr(restorers[key], PRIOR, None) == "":
+                raise PlanError(
+                    f"restorer {own!r}: name the prior that it works with, as in "
+                    f'{PRIOR} = "FOLDER" (`leakgauge prior train` makes one)'
+                )
             outside += [restorer] if restorer.spec else []
         made[unused(key, made)] = found
     return made, restorers, outside
 
 
+def _placed(options: Table, folder: Path, named: dict[str, priors.Described]) -> Table:
+    """Options in which a prior is named by the folder in which it lies on this machine."""
+    written = options.get(PRIOR)
+    if not isinstance(written, str) or not written:
+        return options
+    if written not in named:
+        named[written] = priors.described(written, folder)
+    return options | {PRIOR: str(named[written].place)}
+
+
+def _check_extras(found: object, use: str) -> None:
+    """Refuse what needs a package that is not there, before anything runs."""
+    for package, extra in getattr(found, "extras", ()):
+        installed(package, extra, use)
+
+
 def _begun(
-    table: object, name: str, key: str, search: Attack, folder: Path
-) -> tuple[str, Begun, list[Method]]:
+    table: object, name: str, key: str, search: Attack, folder: Path,
+    named: dict[str, priors.Described],
+) -> tuple[str, Begun, list[Method]]:  # fmt: skip
     """A search that begins from the guess of the attack of this table, called by both."""
     where = f"attack {name!r}: {BEGIN}"
     if not searches(search):
@@ -400,7 +441,7 @@ def _begun(
     first_table = convert(table, str | dict[str, Any], where)
     try:
         firsts, restorers, outside = _each(
-            "attack", ATTACKS | ACTIVE_ATTACKS, (first_table,), folder
+            "attack", ATTACKS | ACTIVE_ATTACKS, (first_table,), folder, named
         )
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from error

@@ -16,12 +16,12 @@ from torch import nn
 from leakgauge import threat
 from leakgauge._version import __version__
 from leakgauge.attacks import Exposure
-from leakgauge.audit import references
+from leakgauge.audit import prior, references
 from leakgauge.audit.cases import Case
 from leakgauge.audit.document import name_of
 from leakgauge.audit.forecast import Forecast
 from leakgauge.audit.ladder import describe
-from leakgauge.audit.plan import Plan
+from leakgauge.audit.plan import PRIOR, Plan
 from leakgauge.audit.privacy import guarantees
 from leakgauge.audit.public import told
 from leakgauge.audit.results import (
@@ -116,7 +116,10 @@ def _federation(plan: Plan, model: nn.Module) -> Audited:
 
 def _threat(plan: Plan) -> Attacker:
     model, public = plan.document.threat, described(plan)
-    held = threat.holds(model, len(plan.public))
+    held = threat.holds(model, len(plan.public)) | ({PRIOR} if plan.priors else set())
+    known = all(isinstance(one, Round) for one in plan.captured)
+    shape = tuple(plan.data.inputs.shape[1:])
+    priors = "; ".join(prior.told(one, shape, known) for one in plan.priors.values())
     return Attacker(
         actor=model.actor,
         client=model.client,
@@ -124,7 +127,9 @@ def _threat(plan: Plan) -> Attacker:
         holds=tuple(sorted(held)),
         withheld=tuple(sorted(set(threat.KNOWLEDGE) - held)),
         realism=threat.realism(model),
-        knowledge=threat.KNOWLEDGE | ({threat.PUBLIC: told(public)} if public else {}),
+        knowledge=threat.KNOWLEDGE
+        | ({threat.PUBLIC: told(public)} if public else {})
+        | ({PRIOR: priors} if plan.priors else {}),
         public=public,
     )
 

@@ -62,6 +62,7 @@ DDIM = Paper(
     "https://arxiv.org/abs/2010.02502",
 )
 EXTRA = "diffusion"
+EXTRAS = (("diffusers", EXTRA),)  # what a method needs that uses such a prior
 PREFIX = "unet."  # of the network's weights among a prior's tensors
 GROUPS = 8  # of channels that are normalised together
 HELD_OUT = 128  # records on which a fit is judged, at most
@@ -260,12 +261,16 @@ class Diffusion:
         much fresh noise as DDPM does, 0 none."""
         if s is None:
             return x0
-        now, then = self.alphas[t], self.alphas[s]
-        fresh = eta * ((1 - then) / (1 - now) * (1 - now / then)).clamp_min(0).sqrt()  # Eq. 16
-        x = then.sqrt() * x0 + (1 - then - fresh.square()).clamp_min(0).sqrt() * noise
+        then, fresh = self.alphas[s], eta * self.fresh(t, s)
+        x = then.sqrt() * x0 + (1 - then - fresh**2).clamp_min(0).sqrt() * noise
         if eta and rng is not None:
             x = x + fresh * torch.randn(x.shape, generator=rng).to(x)
         return x
+
+    def fresh(self, t: int, s: int) -> float:
+        """The deviation of the noise that DDPM adds on its way from level t to s (DDIM, Eq. 16)."""
+        now, then = self.alphas[t], self.alphas[s]
+        return float(((1 - then) / (1 - now) * (1 - now / then)).clamp_min(0).sqrt())
 
     @torch.no_grad()
     def sample(
