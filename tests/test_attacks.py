@@ -499,8 +499,8 @@ def exact_rog() -> None:
 
 
 def exact_fedinverse() -> None:
-    """A linear model, of which each class looks at one part of the picture: the prototype of a class
-    is bright there."""
+    """A linear model, of which each class looks at one part of the picture: its prototype is bright
+    there."""
     model = network("mlp", hidden=())
     with torch.no_grad():
         model.fc1.weight.zero_()
