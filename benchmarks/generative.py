@@ -181,17 +181,17 @@ def digits(split: str) -> Dataset:
 
 @cache
 def learned(seed: int) -> tuple[nn.Module, float]:
-    """LeNet after rounds of a federation of ten clients, and its accuracy. They hold images that
+    """LeNet-5 after forty rounds of a federation of ten clients, and its accuracy. They hold images that
     the prior was not trained on: those of the test split."""
     own = digits("test")
     held = replace(own, inputs=own.inputs[:8000], labels=own.labels[:8000])
 
     def make() -> nn.Module:
         rng = torch.Generator().manual_seed(seed)
-        return models.make("lenet-zhu", shape=(1, 28, 28), classes=10, rng=rng)
+        return models.make("lenet-5", shape=(1, 28, 28), classes=10, rng=rng, activation="relu")
 
-    how = LocalTraining(lr=0.2, batch_size=32, steps=25, momentum=0.9)
-    scenario = Scenario(make, held, how, clients=10, participants=4, rounds=15)
+    how = LocalTraining(lr=0.1, batch_size=32, steps=25)
+    scenario = Scenario(make, held, how, clients=10, participants=4, rounds=40)
     model = simulate(scenario, rng_of("federation", seed)).model.eval()
     with torch.no_grad():
         guess = model(own.inputs[8000:]).argmax(1)
@@ -200,7 +200,7 @@ def learned(seed: int) -> tuple[nn.Module, float]:
 
 def inversion(given: argparse.Namespace) -> dict[str, Callable[[], Outcome]]:
     prior = str(given.priors / "mnist-gan")
-    inverse = FedInverse(prior=prior, images="classes")
+    inverse = FedInverse(prior=prior, images="classes", candidates=4, iterations=200)
 
     def prototypes(attack: FedInverse, weights: int) -> Outcome:
         model, accuracy = learned(weights)
@@ -220,7 +220,7 @@ def inversion(given: argparse.Namespace) -> dict[str, Callable[[], Outcome]]:
         rows = [int((own.labels[:8000] == c).nonzero()[weights]) for c in range(10)]
         here = setting(model, (1, 28, 28), classes=10)
         shown, spent = [], 0.0
-        attack = InvertingGradients(iterations=given.iterations)
+        attack = InvertingGradients(iterations=300)
         for k, row in enumerate(rows):
             batch = Batch(own.inputs[[row]], own.labels[[row]])
             update = train(here, batch, TRAINING, rng_of("update", k)).update
@@ -356,7 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--priors", type=Path, default=Path("priors"), help="folder of the trained priors")
     add("--keep", type=Path, default=Path("generative"), help="folder of what was fitted")
     add("--images", type=int, default=20)
-    add("--draws", type=int, default=5, help="of the models that FedInverse inverts")
+    add("--draws", type=int, default=3, help="of the models that FedInverse inverts")
     add("--iterations", type=int, default=1000, help="of IG")
     add("--rows", nargs="+", default=[], help="these attacks alone")
     add("--set", nargs="+", default=[], metavar="ATTACK:KEY=VALUE", help="an option of an attack")
