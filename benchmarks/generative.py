@@ -181,8 +181,8 @@ def digits(split: str) -> Dataset:
 
 @cache
 def learned(seed: int) -> tuple[nn.Module, float]:
-    """LeNet-5 after forty rounds of a federation of ten clients, and its accuracy. They hold images that
-    the prior was not trained on: those of the test split."""
+    """LeNet-5 after forty rounds of a federation of ten clients, and its accuracy. They hold images
+    of the test split, which the prior was not trained on."""
     own = digits("test")
     held = replace(own, inputs=own.inputs[:8000], labels=own.labels[:8000])
 
