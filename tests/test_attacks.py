@@ -23,6 +23,7 @@ from leakgauge.attacks import (
     LTI,
     ROG,
     Analytic,
+    CuriousClient,
     ExactRecursion,
     FedInverse,
     InvertingGradients,
@@ -110,9 +111,10 @@ def paired(guess: Tensor, truth: Tensor) -> Tensor:
 
 
 def quick(name: str, **options: Any) -> Attack:
-    """The attack with a few iterations, or of what learns, a few pairs."""
+    """The attack with a few iterations, or of what learns, a few pairs; a search does search."""
     known = {f.name for f in dataclasses.fields(ATTACKS[name])}  # type: ignore[arg-type]
-    short = {"iterations": 4} | ({"pairs": 24, "steps": 3} if "pairs" in known else {})
+    short = {"iterations": 4, "exact": False}
+    short |= {"pairs": 24, "steps": 3} if "pairs" in known else {}
     short |= {"steps": 2, "candidates": 4} if "prior" in known else {}
     return ATTACKS[name](**{k: v for k, v in (short | options).items() if k in known})
 
@@ -397,6 +399,21 @@ def exact_fedavg_epochs() -> None:
     assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED + 5
 
 
+def exact_curious_client() -> None:
+    """Every image of the other client, from two global models, by the exact recursion."""
+    training = LocalTraining(batch_size=4, batch_norm="eval", lr=0.1)
+    round_ = played(network("mlp", hidden=(64,)), training)
+    threat = ThreatModel("client")
+    guess = CuriousClient().reconstruct(observe(round_, threat), seeded())
+    truth = covered(round_, threat)
+    assert len(truth) == 4
+    assert guess.facts["own"] == "subtract"
+    order = metrics.assign.optimal(guess.inputs, truth.inputs)
+    assert float(metrics.psnr(guess.inputs[order], truth.inputs).min()) > 60
+    assert guess.labels is not None
+    assert guess.labels[order].tolist() == truth.labels.tolist()
+
+
 def convolutions(norms: bool) -> nn.Module:
     """Of which the last tells records apart, and no layer below leads down to the image."""
     widths = (1, 8, 16, 128)
@@ -499,8 +516,8 @@ def exact_rog() -> None:
 
 
 def exact_fedinverse() -> None:
-    """A linear model, of which each class looks at one part of the picture: its prototype is bright
-    there."""
+    """A linear model, of which each class looks at one part of the picture: the prototype of a
+    class is bright there."""
     model = network("mlp", hidden=())
     with torch.no_grad():
         model.fc1.weight.zero_()
@@ -530,6 +547,7 @@ EXACT: dict[str, Callable[[], None]] = {
     "sapag": lambda: recognises(quick("sapag", iterations=100)),
     "analytic": exact_analytic,
     "coarse-to-fine": exact_coarse_to_fine,
+    "curious-client": exact_curious_client,
     "dlg": exact_dlg,
     "exact-recursion": exact_exact_recursion,
     "fedavg-epochs": exact_fedavg_epochs,

@@ -259,6 +259,18 @@ def test_every_metric_is_in_every_form_beside_its_mean_picture(tmp_path, told, f
     assert "fog" not in text.replace('"fog"', "")  # its name is for the plan alone
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_report_without_lpips_says_so_in_every_form(tmp_path, told, form, foggy):
+    sentence = "was not measured: put lpips_alex.safetensors into the folder"
+    plain_one = sample(tmp_path / "plain", seeds=1)
+    assert sentence in told(form, plain_one, tmp_path / "plain")
+    bare = rederive(replace(plain_one, metrics=plain_one.metrics[:1]))
+    assert sentence in told(form, bare, tmp_path / "plain")
+    assert sentence not in told(form, foggy, tmp_path)
+    layers = replace(plain_one, federation=replace(plain_one.federation, shape=(5, 16, 16)))
+    assert sentence not in told(form, layers, tmp_path / "plain")
+
+
 def test_every_metric_is_in_a_comparison(foggy):
     text = tidy(printed(diff.compare(foggy, foggy), width=200))
     assert "SSIM LPIPS Fog [m] <b>|* km" in text

@@ -9,6 +9,7 @@ from leakgauge.attacks.bayes import BayesAttack
 from leakgauge.attacks.begun import Begun, begun
 from leakgauge.attacks.ci_net import CINet
 from leakgauge.attacks.coarse_to_fine import CoarseToFine
+from leakgauge.attacks.curious_client import CuriousClient
 from leakgauge.attacks.dlg import DLG
 from leakgauge.attacks.exact_recursion import ExactRecursion
 from leakgauge.attacks.exposure import Exposure, LayerExposure, exposure
@@ -35,6 +36,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "bayes": BayesAttack,
     "ci-net": CINet,
     "coarse-to-fine": CoarseToFine,
+    "curious-client": CuriousClient,
     "dlg": DLG,
     "exact-recursion": ExactRecursion,
     "fedavg-epochs": FedAvgEpochs,
@@ -72,6 +74,7 @@ __all__ = [
     "Begun",
     "CINet",
     "CoarseToFine",
+    "CuriousClient",
     "ExactRecursion",
     "Exposure",
     "FedAvgEpochs",

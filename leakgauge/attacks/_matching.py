@@ -17,7 +17,7 @@ from typing import Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Engine, Mode, Trust
+from leakgauge.attacks._engine import Engine, Mode, Replay, Trust
 from leakgauge.attacks._labels import LabelRule, knowledge
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._objectives import Distance
@@ -170,7 +170,7 @@ class _Point:
 class _Problem:
     """One restart: the objective of its free variables, with the best point met so far."""
 
-    engine: Engine
+    engine: Replay
     distance: Distance | Phases
     labels: Tensor | None
     priors: tuple[Prior, ...]
@@ -272,6 +272,7 @@ def match(
     patience: int | None = None,
     errors: Tensor | None = None,
     trust: Trust | None = None,
+    replay: Replay | None = None,
     variables: list[Tensor] | None = None,
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
@@ -281,7 +282,8 @@ def match(
     them the attacker's own earlier guess is taken (`seen.begin`), if it holds one. They are for the
     first restart: the others start as the search does, and no random number is another with them
     than without. `errors` are ∂L/∂logits of the candidates, see `Engine`. An attack of several
-    searches on one update gives them all the same `trust`: the derivative is checked once. A list
+    searches on one update gives them all the same `trust`: the derivative is checked once. `replay`
+    is what plays the training on candidates, where that is not one client's on one update. A list
     given as `variables` receives the free variables of the guess, for a stage in another space.
     """
     training, records = told(seen, "gradient matching")
@@ -302,7 +304,7 @@ def match(
     if begin is not None:
         _check_begin(begin, shape, space)
         begin = begin.clamp(0, 1)
-    engine = Engine(
+    engine = replay or Engine(
         seen,
         training,
         records,
@@ -391,7 +393,7 @@ def match(
     )
 
 
-def _left(update: Sequence[Tensor], answer: Answer, engine: Engine) -> list[Tensor]:
+def _left(update: Sequence[Tensor], answer: Answer, engine: Replay) -> list[Tensor]:
     """What a defence leaves of an update, both in units of a gradient."""
     if answer.through is None:
         return list(update)
@@ -403,7 +405,7 @@ def _left(update: Sequence[Tensor], answer: Answer, engine: Engine) -> list[Tens
 def _smooth(
     distance: Distance | Phases,
     answer: Answer,
-    engine: Engine,
+    engine: Replay,
     priors: tuple[Prior, ...],
     rng: torch.Generator,
 ) -> tuple[Prior, ...]:
@@ -424,7 +426,7 @@ def _smooth(
     return ((total_variation, constant(max(0.0, total - own))),)
 
 
-def _adapted(distance: Distance | Phases, answer: Answer, engine: Engine) -> Distance | Phases:
+def _adapted(distance: Distance | Phases, answer: Answer, engine: Replay) -> Distance | Phases:
     """The distance as an attacker takes it who knows the defence: between what that leaves of a
     candidate's update and what it left of the true one."""
     if answer.through is None:

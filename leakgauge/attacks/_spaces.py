@@ -23,7 +23,8 @@ SpaceName: TypeAlias = Literal["pixels", "low-resolution", "generator"]
 class Space(Protocol):
     """`boxed`: the free variables are images themselves, which belong in [0, 1]."""
 
-    boxed: ClassVar[bool]
+    @property
+    def boxed(self) -> bool: ...
 
     def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]: ...
 
@@ -129,6 +130,32 @@ class Generator:
             x = F.group_norm(F.conv2d(x, kernel, padding=1), _groups(len(scale)), scale, shift)
             x = F.leaky_relu(x, 0.2)
         return F.conv2d(x, weight, bias, padding=1).sigmoid()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Images of another space beside others that are known and stay as they are. `order` says where
+    each stands: indices into the searched ones followed by the known ones."""
+
+    inner: Space
+    known: Tensor
+    order: Tensor
+
+    @property
+    def boxed(self) -> bool:
+        return self.inner.boxed
+
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
+        return self.inner.draw((shape[0] - len(self.known), *shape[1:]), start, rng)
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        back = self.order.argsort()[: len(images) - len(self.known)]
+        return self.inner.encode(images[back.to(images.device)], free)
+
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
+        searched = self.inner.decode(free, size)
+        every = torch.cat([searched, self.known.to(searched)])
+        return every[self.order.to(every.device)]
 
 
 @dataclass(frozen=True)

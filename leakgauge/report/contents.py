@@ -28,6 +28,7 @@ from leakgauge.audit.results import (
 )
 from leakgauge.audit.verdict import tested
 from leakgauge.errors import InputError
+from leakgauge.metrics import lpips
 from leakgauge.report.wording import (
     MOST_LISTED,
     NOTHING,
@@ -113,6 +114,11 @@ STATES = {
 }
 UNTESTED = "untested"
 NO_VERDICT = "No verdict"
+NO_LPIPS = (
+    "LPIPS, the likeness that is nearest to what people see, was not measured: put "
+    f"{lpips.FILE} into the folder that the environment variable LEAKGAUGE_WEIGHTS names, and "
+    "leave metrics out of the plan or name lpips among them."
+)
 NOT_SCORED = "nobody knows the truth: not scored"
 NOT_APPLICABLE = "does not apply"
 
@@ -291,14 +297,17 @@ def beside(found: Measured, metric: Measurement) -> str:
 
 
 def directions(result: Result) -> str:
-    """How to read the metrics beside the PSNR."""
+    """How to read the metrics beside the PSNR, and what to do for the one that needs a file."""
+    absent = lpips.fits(result.federation.shape) and "lpips" not in {m.name for m in result.metrics}
+    missing = NO_LPIPS if absent else ""
     if not (metrics := further(result)):
-        return ""
+        return missing
     ways = {way: [m.label for m in metrics if m.better == way] for way in ("higher", "lower")}
     closer = [
         f"{', '.join(labels)}: the {way}, the closer" for way, labels in ways.items() if labels
     ]
-    return f"Other metrics: medians, in brackets those of a mean picture. {'; '.join(closer)}."
+    said = f"Other metrics: medians, in brackets those of a mean picture. {'; '.join(closer)}."
+    return f"{said} {missing}".rstrip()
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,9 @@ def summary_table(result: Result) -> Group:
         ((row, _cells(row, row.measured)) for row in result.summary),
     )
     metrics = contents.further(result)
+    said = Text(contents.directions(result), "table.caption")
     if not measured or not metrics:
-        return Group(leaks)
+        return Group(leaks, *([said] if measured and said else []))
     others = _table(
         result,
         "Other metrics",
@@ -52,7 +53,7 @@ def summary_table(result: Result) -> Group:
         [escape(metric.label) for metric in metrics],
         ((row, [escape(contents.beside(found, m)) for m in metrics]) for row, found in measured),
     )
-    return Group(leaks, "", others, Text(contents.directions(result), "table.caption"))
+    return Group(leaks, "", others, said)
 
 
 def _table(
