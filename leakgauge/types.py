@@ -273,7 +273,7 @@ class Reconstruction:
     `differed` is the relative error of a fast derivative that was therefore not used. `adapted`:
     candidates were compared by what the defence leaves of them. `prior` is what the attack's own
     idea of a picture shows without the update, as many images as guesses: the score of a guess
-    stands beside the score of that.
+    stands beside the score of that. `raw` is the guess before the attack itself restored it.
     """
 
     inputs: Tensor
@@ -289,6 +289,7 @@ class Reconstruction:
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     prior: Tensor | None = None
+    raw: Tensor | None = None
 
 
 class Attack(Protocol):

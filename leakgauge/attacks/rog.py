@@ -155,7 +155,7 @@ class ROG(PriorSearch):
         facts = {key: kept.facts[key] for key in told} | {
             "moved": float((better - raw.inputs).square().mean().sqrt())
         }
-        return replace(raw, inputs=better, facts=raw.facts | facts, prior=shown)
+        return replace(raw, inputs=better, facts=raw.facts | facts, prior=shown, raw=raw.inputs)
 
     def space(self, prior: Kept) -> Space:
         """What is searched: pixels of a small image, or the codes of the autoencoder."""

@@ -183,18 +183,19 @@ class Bench:
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
     ) -> tuple[Reconstruction, Tensor | None, Tensor | None]:
-        """The guess as the restorer of its attack makes it, the raw one if it has a restorer, and
-        what is shown without the update: the attack's own prior, or what the restorer makes of that
-        prior or else of noise."""
+        """The guess as the restorer of its attack makes it, the raw one if that or the attack
+        itself restored it, and what is shown without the update: the attack's own prior, or what
+        the restorer makes of that prior or else of noise."""
         restorer = self.plan.restorers.get(case.attack)
         if restorer is None:
-            return guess, None, guess.prior
+            return guess, guess.raw, guess.prior
         rng = seeded(case.seed, "restore")
         better = restorer.restore(guess.inputs, seen.record, rng, guess.labels)
         noise = torch.rand(guess.inputs.shape, generator=rng)
         unread = noise if guess.prior is None else guess.prior
         alone = restorer.restore(unread, seen.record, rng, guess.labels)
-        return replace(guess, inputs=better), guess.inputs, alone
+        raw = guess.inputs if guess.raw is None else guess.raw
+        return replace(guess, inputs=better), raw, alone
 
     def _played(
         self,
