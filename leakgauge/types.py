@@ -385,6 +385,15 @@ class Learned(PreparedAttack, Protocol):
     def pairs(self) -> int: ...
 
 
+@runtime_checkable
+class Unaimed(PreparedAttack, Protocol):
+    """Prepares with public records alone: it is given no model and no training, and what it makes
+    serves every model."""
+
+    @property
+    def unaimed(self) -> Literal[True]: ...
+
+
 @dataclass(frozen=True)
 class History:
     """What a client remembers of the rounds it accepted: weights and sizes, never its records.

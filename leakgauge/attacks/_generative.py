@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class PriorSearch:
     prior: str = ""
     steps: int = option(2000, count(100_000_000))
     manipulates: ClassVar[bool] = False
+    unaimed: ClassVar[Literal[True]] = True
 
     @property
     def needs(self) -> frozenset[Knowledge]:

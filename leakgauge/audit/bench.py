@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakgauge import diagnostics, metrics, threat
 from leakgauge.attacks._own import apart
@@ -51,6 +51,7 @@ from leakgauge.types import (
     Round,
     Scorer,
     Target,
+    Unaimed,
 )
 
 FINISHED = ".finished.safetensors"  # ends the name of what is prepared to the end
@@ -221,8 +222,11 @@ class Bench:
 
     def _aim(self, case: Case, attack: PreparedAttack, round_: Exchange) -> Target:
         """What it prepares with. Who does not learn from updates is given none, and prepares the
-        same under every defence."""
+        same under every defence; who needs no model is given none, and prepares once."""
         public = self.plan.public if len(self.plan.public) else None
+        if isinstance(attack, Unaimed):
+            nothing = replace(round_.setting, model=nn.Identity())
+            return Target(nothing, training=None, records=1, public=public)
         adaptive = self.plan.document.audit.adaptive
         aim = threat.before(round_, case.threat(self.plan), public, adaptive=adaptive)
         return aim if isinstance(attack, Learned) else replace(aim, query=None, defence=None)
@@ -274,7 +278,7 @@ class Bench:
         attack = parts(self._attacks[case.attack])[0]
         assert isinstance(attack, PreparedAttack)
         aim = self._aim(case, attack, round_)
-        key = key_of(attack, aim, behind=round_)
+        key = key_of(attack, aim, behind=None if isinstance(attack, Unaimed) else round_)
         return attack, aim, Checkpoint(self.prepared / f"{key}{FINISHED}", key)
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
