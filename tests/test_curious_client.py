@@ -209,11 +209,14 @@ def test_known_records_stay_as_they_are_in_every_batch() -> None:
     assert Beside(LowResolution(), seen.own.inputs, order).boxed
 
 
-@pytest.mark.parametrize("own", ["subtract", "candidates"])
-def test_own_records_are_refused_where_there_are_none(own: Any) -> None:
+@pytest.mark.parametrize("options", [{"own": "subtract"}, {"own": "candidates"}, {"lrs": (1, 2)}])
+def test_who_has_no_records_takes_what_it_is_told(options: Any) -> None:
+    """A server, as in the control of a client's audit."""
     seen = observe(federation(), ThreatModel("aggregate"))
-    with pytest.raises(Withheld, match=r'no records of its own.*actor = "client"'):
-        CuriousClient(own=own).reconstruct(seen, seeded())
+    attack = CuriousClient(iterations=3, exact=False)
+    guess = replace(attack, **options).reconstruct(seen, seeded())
+    assert torch.equal(guess.inputs, attack.reconstruct(seen, seeded()).inputs)
+    assert guess.facts["own"] == "ignore"
 
 
 # --- what is not known -------------------------------------------------------------------------
@@ -366,7 +369,8 @@ PLAN: dict[str, Any] = {
     },
     "threat": {"actor": "client", "client": 1, "rounds": 2},
     "attack": [
-        {"name": "curious-client", "iterations": 3, "exact": False},
+        {"name": "curious-client", "iterations": 3, "exact": False, "own": "subtract"},
+        {"name": "curious-client", "iterations": 3, "exact": False, "tries": 2, "clients": [2, 3]},
         {"name": "inverting-gradients", "iterations": 3},
     ],
     "audit": {"seeds": [0], "explain": False, "exact": False, "gallery": 20},
@@ -378,7 +382,9 @@ def test_an_audit_judges_every_attack_of_a_client_on_the_others(tmp_path: Path) 
     result = run(plan, Store(tmp_path))
     trials = {t.attack: t for t in result.trials if t.kind == "trial"}
     assert {t.status for t in result.trials} == {"done"}  # the controls, too: they have no earlier
-    for name, trial in trials.items():
+    assert trials["curious-client-2"].found.facts["chosen"]["records"] in (4, 6)
+    for name in ("curious-client", "inverting-gradients"):
+        trial = trials[name]
         assert (trial.score.records, trial.found.guesses) == (4, 4), name
         assert trial.realism == "informed"
     assert "own records were others there" in " ".join(trials["curious-client"].found.notes)

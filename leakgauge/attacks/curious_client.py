@@ -137,32 +137,22 @@ class CuriousClient(LabelledSearch):
         )
 
     def _own(self, seen: Observation) -> Own:
-        """What is done with the attacker's own part."""
-        held = seen.own is not None and seen.own_update is not None
+        """What is done with the attacker's own part; nothing where it has none, as a server."""
+        if seen.own is None or seen.own_update is None:
+            return "ignore"
         if self.own == "auto":
-            if not held:
-                return "ignore"
             return "candidates" if seen.share is None else "subtract"
-        if self.own != "ignore" and not held:
-            raise Withheld(
-                f'{NAME}: own = "{self.own}", but this attacker has no records of its own: set '
-                'threat.actor = "client", or own = "auto"'
-            )
         return self.own
 
     def _assumptions(self, seen: Observation) -> list[Observation]:
-        """What is observed, under everything that is tried for what is not known."""
-        trying = bool(self.lrs or self.counts or self.clients)
+        """What is observed, under everything that is tried for what is not known. Who has no images
+        of its own to compare by takes what it is told, and a batch for all records."""
         if seen.training is None:
             raise Withheld(f"{NAME} needs 'training' in the observation")
-        if not trying:
+        if not (self.lrs or self.counts or self.clients):
             return [seen]
         if seen.own is None:
-            raise Withheld(
-                f"{NAME}: lrs, counts and clients are compared by how well the attacker's own "
-                'images come out, and this one has none: set threat.actor = "client", or leave '
-                "them out"
-            )
+            return [replace(seen, records=seen.records or seen.training.batch_size)]
         held = len(seen.own)
         counts = self.counts or tuple(k * held for k in self.clients)
         if small := [n for n in counts if n <= held]:
