@@ -354,7 +354,8 @@ class Preparation:
 @runtime_checkable
 class PreparedAttack(Attack, Protocol):
     """Works before it sees an update: it changes the model (`manipulates`), or fits something to
-    public records."""
+    public records. One that reads nothing else may have `public_alone = True`: what it prepares is
+    then kept once for all models."""
 
     @property
     def manipulates(self) -> bool: ...

@@ -74,6 +74,7 @@ class GuidedDiffusion:
     derivative: Mode = "auto"
     training: int = option(2000, count(100_000_000))  # steps of the prior, where none is named
     manipulates: ClassVar[bool] = False
+    public_alone: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[Knowledge]:

@@ -274,6 +274,8 @@ class Trying:
         if not shares(attack):
             return None
         attack = parts(attack)[0]  # what a hybrid begins with is what is prepared
+        if getattr(attack, "public_alone", False):
+            return repr(attack)
         if self.plan.captured and case.kept is None:
             return repr(attack), case.stage
         scenario = case.scenario(self.plan)
