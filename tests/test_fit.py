@@ -119,7 +119,11 @@ def test_what_is_done_is_not_made_or_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("attack", "fits"),
-    [({"name": "rog", "steps": 2}, 1), ({"name": "lti", "pairs": 24, "steps": 2}, 2)],
+    [
+        ({"name": "rog", "steps": 2}, 1),
+        ({"name": "guided-diffusion", "training": 1}, 1),
+        ({"name": "lti", "pairs": 24, "steps": 2}, 2),
+    ],
 )
 def test_what_needs_no_model_is_made_once(
     tmp_path: Path, attack: dict[str, Any], fits: int
