@@ -123,7 +123,7 @@ class CuriousClient(LabelledSearch):
         seen, words = self._over(seen)
         view = others(seen) if own == "subtract" else seen
         notes += words
-        if self.exact and own != "candidates":
+        if self.exact and own != "candidates" and seen.begin is None:
             found, words = solved(view, rng, stage(tried))
             if found is not None:
                 return replace(found, notes=(*notes, *found.notes), facts=found.facts | facts)
