@@ -299,6 +299,13 @@ def test_activations_above_carry_on_where_gradients_are_too_few() -> None:
     compared(found, done.known[done.lowest], one.truth("layer2_0_act2"))
 
 
+def test_a_node_with_too_few_equations_is_refused_before_it_is_solved() -> None:
+    one = client(resnet(width=0.25), 6)
+    done = peeled(one, separated(one), 3)
+    assert done.lowest.name == "layer3_0_act1"
+    assert "0.42 equations for each of its unknowns, too few, also with what" in done.stopped
+
+
 class Skip(nn.Module):
     """A block with a skip, at 8 × 8 positions, then 4 × 4, for 16 × 16 images."""
 

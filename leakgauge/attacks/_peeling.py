@@ -206,9 +206,9 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
     if trace.norms and not direct and not joined:
         if counted is None or not every:
             return None
+        also = ", also with what the activations above tell" if len(done.start.steps) == 1 else ""
         raise NotApplicable(
-            f"its gradients give {counted:.2f} equations for each of its unknowns, too few also "
-            "with what the activations above tell in one step"
+            f"its gradients give {counted:.2f} equations for each of its unknowns, too few{also}"
         )
     if counted is not None and counted < 1 and not forward and not joined:
         raise NotApplicable(
