@@ -275,7 +275,8 @@ HEAD = (
 )
 INVERTED = (
     "attack | models, accuracy | pictures | confidence | PSNR with the nearest of its class | "
-    "LPIPS with that | prior alone: PSNR | LPIPS | PSNR with the record | CPU-s per picture"
+    "LPIPS with that | prior alone: PSNR | LPIPS | PSNR with the record | "
+    "the record is the nearest | CPU-s per picture"
 )
 
 
@@ -320,11 +321,14 @@ def inverted(name: str, outcomes: list[Outcome]) -> str:
         return f"{statistics.median(values):.{digits}f}" if values else "–"
 
     accuracy = statistics.mean(one["accuracy"] for one in outcomes)
-    count = len(every("confidence"))
+    count, own = len(every("confidence")), "–"
+    if truth := every("truth"):
+        found = zip(truth, every("guess", "nearest"), strict=True)
+        own = f"{sum(abs(a - b) < 1e-6 for a, b in found)} of {count}"
     cells = [
         name, f"{len(outcomes)}, {accuracy:.1%}", str(count), median("confidence", digits=3),
         _spread(every("guess", "nearest")), median("guess", "lpips", digits=3),
-        median("prior", "nearest"), median("prior", "lpips", digits=3), median("truth"),
+        median("prior", "nearest"), median("prior", "lpips", digits=3), median("truth"), own,
         f"{sum(one['seconds'] for one in outcomes) / count:.1f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
