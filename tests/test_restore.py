@@ -179,6 +179,7 @@ def test_mde_without_iterations_would_be_a_sample(prior):
     """The sampler is DDIM, deterministic: what comes out is of its manifold from the start."""
     model = priors.diffusion(str(prior), "a test")
     noise = torch.randn(2, 3, 16, 16, generator=seeded(4))
+    noise *= (16**2 * 3) ** 0.5 / noise.flatten(1).norm(dim=1).view(2, 1, 1, 1)
     shown = sampled(model, noise, 5, None)
     assert torch.equal(shown, sampled(model, noise, 5, None))
     aim = torch.zeros_like(noise)
