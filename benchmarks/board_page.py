@@ -55,6 +55,8 @@ its rows on its own page: untrained ResNet-10, ReLU, train batch norm, batch 24,
 steps of batch 4, every image of five draws at 83 dB or more; trained to 81 %, batch 8: 24 dB.
 [GIT and LTI](methods/git.md#measured), which learn from public pairs and hold no weights, stand
 beside the numbers of their papers on the page of GIT.
+The [curious client](methods/curious-client.md#measured), who reads the mean of all clients, has its
+rows beside what its paper says of each factor on its own page.
 
 ![every image's PSNR by attack, on six setups](images/board.png)
 

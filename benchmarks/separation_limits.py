@@ -1,11 +1,13 @@
-"""Three limits of separation and peeling, each checked on one draw that is in no other table.
+"""Four limits of separation and peeling, checked on draws that are in no other table.
 
     python benchmarks/separation_limits.py layers     do several layers together raise the limit?
     python benchmarks/separation_limits.py forward    do forward equations carry on in train mode?
+    python benchmarks/separation_limits.py joined     and how many equations does that take?
     python benchmarks/separation_limits.py pools      does what is known tell the places of maxima?
 
-ResNet-10 of full width, batch norm in train mode; for pools one convolution of 32 to 128 channels,
-a ReLU and a max-pool on 8 × 8 maps of four images. Images from the folder named by LEAKGAUGE_DATA.
+ResNet-10 of full width (joined: of half), batch norm in train mode; for pools one convolution of 32
+to 128 channels, a ReLU and a max-pool on 8 × 8 maps of four images. Images from the folder named by
+LEAKGAUGE_DATA.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from board import images, tuned
 from exact import SCALE, TRAINING, network
-from separation import Truth, paired
+from separation import Truth, after_scale, paired
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
@@ -40,15 +42,16 @@ from leakgauge.types import Batch, Dataset, Observation, Resources, ThreatModel
 LAST = 9000  # training images from here on are the clients' of this script
 
 
-def played(batch: int) -> tuple[Observation, Batch]:
-    chosen, seed = tuned(batch, 0)
+def played(batch: int, run: int = 0, width: float = 1.0) -> tuple[Observation, Batch]:
+    chosen, seed = tuned(batch, run)
     source = images("cifar10", "train", 32)
     rows = [LAST + i for i in chosen]
     private = Dataset(source.name, source.inputs[rows], source.labels[rows], source.classes)
     training = replace(TRAINING, batch_size=batch, batch_norm="train")
     scenario = Scenario(
-        lambda: network("resnet-10", seed), private, training, records=batch, scale=SCALE
-    )
+        lambda: network("resnet-10", seed, width=width), private, training, records=batch,
+        scale=SCALE,
+    )  # fmt: skip
     round_ = simulate(scenario, torch.Generator().manual_seed(seed))
     return threat.observe(round_, ThreatModel()), threat.covered(round_, ThreatModel())
 
@@ -66,14 +69,16 @@ def layers() -> None:
 
 
 def forward(batch: int = 8) -> None:
-    """The node at which the peeling stops, solved with the batch norms' true statistics: by
-    gradients alone, and with the active entries of the two ReLUs above."""
+    """The node that gradients alone leave open, solved with the batch norms' true statistics: by
+    gradients alone, and with the active entries of the two ReLUs above; and as it was peeled, with
+    statistics that follow."""
     seen, truth = played(batch)
     read = Read(seen, torch.Generator().manual_seed(0), Resources())
     done, trace = read.done, read.trace
     true = Truth(seen, truth)
     order, _ = paired(read.begun.maps, torch.cat(true.at(trace, read.begun.source)))
-    node = next(n for n in reversed(trace.nodes[: trace.nodes.index(done.lowest)]) if trace.bent(n))
+    node = trace.named("layer2_0_act2")
+    as_peeled = done.known.pop(node)
     wanted = torch.empty(batch, *trace.shape[node], dtype=torch.float64)
     wanted[order] = true.at(trace, node)[0]
     every = _signals(done, node)
@@ -99,6 +104,31 @@ def forward(batch: int = 8) -> None:
         negative = float(-found.min() / found.max())
         seconds = time.process_time() - began
         print(f"| {title} | {residual:.1e} | {error:.1e} | {negative:.1e} | {seconds:.0f} |")
+    print(f"as it was peeled: {after_scale(as_peeled, wanted):.1e}")
+
+
+def joined(draws: int = 3) -> None:
+    """That node in batches of four to seven, and the equations that it has for each unknown, with
+    half of the entries above active."""
+    name = "layer2_0_act2"
+    print("| batch | equations | draw | error | said | CPU-s |\n|---|---|---|---|---|---|")
+    for batch in (4, 5, 6, 7):
+        count = (128 * 9 + 128) / (batch * 256) + 2 * 128 * 64 / 2 / (64 * 256)
+        for run in range(draws):
+            seen, truth = played(batch, run, 0.5)
+            began = time.process_time()
+            read = Read(seen, torch.Generator().manual_seed(0), Resources())
+            seconds = time.process_time() - began
+            true, trace = Truth(seen, truth), read.trace
+            order, _ = paired(read.begun.maps, torch.cat(true.at(trace, read.begun.source)))
+            known = {node.name: value for node, value in read.done.known.items()}
+            error, said = "–", read.done.stopped
+            if name in known:
+                wanted = true.at(trace, trace.named(name))[0]
+                error, said = f"{after_scale(known[name][order], wanted):.1e}", ""
+            print(
+                f"| {batch} | {count:.2f} | {run} | {error} | {said} | {seconds:.0f} |", flush=True
+            )
 
 
 def pools(rounds: int = 30) -> None:
@@ -164,8 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["layers", "forward", "pools"])
-    {"layers": layers, "forward": forward, "pools": pools}[parser.parse_args().what]()
+    parser.add_argument("what", choices=["layers", "forward", "joined", "pools"])
+    {"layers": layers, "forward": forward, "joined": joined, "pools": pools}[
+        parser.parse_args().what
+    ]()
 
 
 if __name__ == "__main__":

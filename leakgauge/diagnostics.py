@@ -11,6 +11,9 @@ Attacks: Data Reconstruction in Realistic FL Settings", USENIX Security 2025, Eq
                   0 < η < 2μ/L (Eq. 4, 6); negative: it leads away                      Fig. 1c–d
     noise         ‖g(x + s·sign(n)) − g(x)‖₂, n normal, over strengths s                Fig. 1b
     magnitude     Pearson correlation of |g_i| and Σ_j |∂g_i/∂x_j|                      Fig. 9
+    divergence    ‖u − u'‖ of the mean update u of K clients and that u' of one client
+                  with all N records, after τ steps of η; the curious-client paper's
+                  Lemma 1 says of its expectation: proportional to η²τ(τ−1)(K−1)/N
 
 Facts:
 - C2F does not say what it counts as sparse. Its Eq. 1 keeps the support {i: g_i ≠ 0}; sparsity is
@@ -23,14 +26,15 @@ Facts:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from leakgauge.errors import InputError
-from leakgauge.fl.local import loss, ready
-from leakgauge.tensors import norm, parameters, subtract
+from leakgauge.fl.aggregate import weights
+from leakgauge.fl.local import loss, ready, train
+from leakgauge.tensors import norm, parameters, subtract, weighted_mean
 from leakgauge.types import Batch, LocalTraining, Named, Setting
 
 
@@ -128,6 +132,42 @@ def magnitude_and_sensitivity(
         )
         sums.append(jacobian.flatten(1).abs().sum(1))
     return flat.detach().abs(), torch.cat(sums).detach()
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the update of a super-client is from the mean of the clients it stands for: as a
+    Euclidean norm, relative to that mean, and what Lemma 1 says it is proportional to."""
+
+    absolute: float
+    relative: float
+    predicted: float
+
+
+def divergence(setting: Setting, truths: Sequence[Batch], training: LocalTraining) -> Divergence:
+    """Of clients that take `training.steps` steps, each on all of its own records, and are weighted
+    by their number. Computed in the precision of the model."""
+    if len(truths) < 1 or training.order != "fixed":
+        raise InputError(
+            f"divergence: expected one client or more and a fixed order, got {len(truths)} and "
+            f"order {training.order!r}"
+        )
+    rng = torch.Generator()
+    sizes = [len(truth) for truth in truths]
+    whole = Batch(torch.cat([t.inputs for t in truths]), torch.cat([t.labels for t in truths]))
+    steps = replace(training, epochs=None)
+
+    def update(batch: Batch) -> Named:
+        return train(setting, batch, replace(steps, batch_size=len(batch)), rng).update
+
+    mean = weighted_mean([update(truth) for truth in truths], weights(sizes, "records"))
+    apart, size = norm(subtract(mean, update(whole))), norm(mean)
+    tau, clients, records = training.steps, len(truths), sum(sizes)
+    return Divergence(
+        absolute=apart,
+        relative=apart / size if size else 0.0,
+        predicted=training.lr**2 * tau * (tau - 1) * (clients - 1) / records,
+    )
 
 
 def pearson(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:

@@ -102,9 +102,7 @@ def key_of(
 ) -> str:
     """Differs when a preparation could; `rng` is left out where it is always the same. `behind` is
     the round itself: what queries give follows from its weights and its training, whether or not
-    the target holds them. An attack that is `public_alone` prepares with nothing but the public
-    records, and so the same for every model and training."""
-    alone = bool(getattr(attack, "public_alone", False))
+    the target holds them."""
     model, told = target.model, plain(target.training)
     if behind is not None:
         model, told = behind.model, [told, plain(behind.training), behind.server_lr]
@@ -120,13 +118,10 @@ def key_of(
         str(target.record), str(target.task), str(target.model), target.weights is None,
         target.query is None, target.defence and [target.defence, target.round],
     ]  # fmt: skip
-    if alone:
-        content = [*content[:2], str(target.record)]
     digest = hashlib.sha256(json.dumps(content, default=str).encode())
     public = () if target.public is None else (target.public.inputs, target.public.labels)
     drawn = () if rng is None else (rng.get_state(),)
-    weights = () if alone else tuple(model.state_dict().values())
-    for tensor in (*weights, *public, *drawn):
+    for tensor in (*model.state_dict().values(), *public, *drawn):
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(raw(tensor))
     return digest.hexdigest()

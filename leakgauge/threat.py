@@ -9,11 +9,14 @@ autograd graph, no gradient slot and no shared storage leads back to the truth.
 | server       | the global model and one client's own update            |
 | aggregate    | the global model and the weighted mean of all updates,  |
 |              | which secure aggregation may have rounded               |
-| client       | two consecutive global models, and its own records      |
+| client       | two consecutive global models, its own records, and the |
+|              | update that it sent itself                              |
 | eavesdropper | one client's own update, and of the model its layers    |
 |              | and shapes alone: the weights have no values (`meta`)   |
 
-A *malicious* server or aggregate may also change the model that it sends.
+A *malicious* server or aggregate may also change the model that it sends. A client is after the
+records of the others: what it guesses is judged on those alone. One that knows the training knows
+`server_lr`, too, and undoes it. Any of them may have seen several consecutive rounds.
 
 An eavesdropper reads what a client sends and got that client to train on records of its own, so
 that it knows which update a record causes (`Target.query`) without knowing by what weights.
@@ -29,6 +32,7 @@ the package.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +70,11 @@ from leakgauge.types import (
 )
 
 PUBLIC: Knowledge = "public"  # held or not; never granted, and not in an observation
+TRUTHS: frozenset[Knowledge] = frozenset({"labels", "statistics", "clients"})  # oracle help
+ALONE = (
+    'threat.actor is "client", but it is the only client of the round: there are no records of '
+    'others to reconstruct. Let at least 2 clients take part, or use actor "server"'
+)
 
 KNOWLEDGE: dict[str, str] = {
     "training": "learning rate, steps, batch size and modes of the local training",
@@ -73,6 +82,7 @@ KNOWLEDGE: dict[str, str] = {
     "labels": "the true labels",
     "own": "the attacking client's own records",
     "statistics": "mean and variance of the private batch at every batch-norm layer",
+    "clients": "which labels belong to which client, and the weight of each client in the mean",
     PUBLIC: "public records of the same kind, which are no client's",
     "weights": "the values of the global model's weights",
 }
@@ -100,12 +110,18 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
             f'threat.actor is "{threat.actor}", but behind secure aggregation nobody sees the '
             'update of one client: use actor "aggregate", or leave federation.secure out'
         )
+    if threat.actor == "client" and len(exchange.updates) == 1:
+        raise PlanError(ALONE)
     seen = victims(exchange, threat)
     model = sent_to(exchange, threat)
     before = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    grants = granted(threat)
+    told, counted = "training" in grants, "records" in grants
     if threat.actor == "client":
         check_like(exchange.after, before.items(), "the global model after the round")
         update = subtract(before, exchange.after)
+        if told:
+            update = {name: value / exchange.server_lr for name, value in update.items()}
     else:
         for k in seen:
             check_like(exchange.updates[k], before.items(), f"the update of client {k}")
@@ -115,18 +131,56 @@ def observe(exchange: Exchange, threat: ThreatModel, *, kept: Kept | None = None
             update = aggregate.mean(
                 exchange.updates, exchange.weights, exchange.sizes, exchange.secure
             )
-    grants = granted(threat)
-    told = "training" in grants
+    # A client that does not know how many records took part knows the training of one client.
+    playing = 1 if threat.actor == "client" and not counted else len(seen)
     return Observation(
         setting=_held(replace(exchange.setting, model=model), threat),
         update={name: value.detach().clone() for name, value in update.items()},
-        training=together(exchange.training, len(seen)) if told else None,
-        records=sum(exchange.sizes[k] for k in seen) if "records" in grants else None,
+        training=together(exchange.training, playing) if told else None,
+        records=sum(exchange.sizes[k] for k in seen) if counted else None,
+        earlier=_earlier(exchange, threat),
         kept=kept,
         announced=exchange.announced if told else None,
         round=exchange.index,
+        **_own(exchange, threat),
         **_truths(exchange, threat),
     )
+
+
+def _own(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
+    """What an attacking client knows of its own part in the update, by the name of its field: what
+    became of the update that it sent, and its weight, where the number of all records tells it."""
+    if threat.actor != "client":
+        return {}
+    k, sizes = threat.client, exchange.sizes
+    check_like(exchange.updates[k], exchange.after.items(), f"the update of client {k}")
+    sent = aggregate.mean((exchange.updates[k],), (1.0,), (sizes[k],), exchange.secure)
+    told = "records" in granted(threat) and exchange.weights == aggregate.weights(sizes, "records")
+    return {
+        "own_update": {name: value.detach().clone() for name, value in sent.items()},
+        "share": exchange.weights[k] if told else None,
+    }
+
+
+def _earlier(exchange: Exchange, threat: ThreatModel) -> tuple[Observation, ...]:
+    """What the attacker held after each of the rounds before that it saw."""
+    wanted = threat.rounds - 1
+    if wanted < 0:
+        raise PlanError(f"threat.rounds is {threat.rounds}: expected 1 or more")
+    if not wanted:
+        return ()
+    if len(exchange.earlier) < wanted:
+        raise PlanError(
+            f"threat.rounds is {threat.rounds}, but {len(exchange.earlier)} rounds before the "
+            f"attacked one were kept: simulate(…, keep={wanted}) after at least as many rounds"
+        )
+    rounds = exchange.earlier[-wanted:]
+    if any(len(one.updates) != len(exchange.updates) for one in rounds):
+        raise PlanError(
+            f"threat.rounds is {threat.rounds}, but not the same number of clients took part in "
+            "all of these rounds: several rounds are of use where every client is in each of them"
+        )
+    return tuple(observe(one, replace(threat, rounds=1)) for one in rounds)
 
 
 def before(
@@ -137,13 +191,15 @@ def before(
     adaptive: bool = True,
 ) -> Target:
     """What the attacker of this threat model can prepare with before this round. A client sees what
-    the server makes of updates: `server_lr` is in what it reads, and in its queries."""
+    the server makes of updates: unless it knows the training and undoes it, `server_lr` is in what
+    it reads, and in its queries."""
     defence = passed(exchange, threat, adaptive=adaptive)
     aim = target(exchange, public, victims(exchange, threat), defence)
     query = aim.query
-    if threat.actor == "client" and query is not None:
+    told = "training" in granted(threat)
+    if threat.actor == "client" and query is not None and not told:
         query = _scaled(query, exchange.server_lr)
-    training = aim.training if "training" in granted(threat) else None
+    training = aim.training if told else None
     return replace(aim, setting=_held(aim.setting, threat), training=training, query=query)
 
 
@@ -193,7 +249,7 @@ def adapted(seen: Observation, defence: Defence | None) -> Observation:
 
 def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
     """What is granted of the truth, by the name of its field."""
-    wanted = set(granted(threat) & {"labels", "statistics"})
+    wanted = set(granted(threat) & TRUTHS)
     wanted |= {"own"} if threat.actor == "client" else set()
     if not wanted:
         return {}
@@ -204,9 +260,15 @@ def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     if "labels" in wanted:
-        found["labels"] = covered(exchange, threat).labels.clone()
+        found["labels"] = behind(exchange, threat).labels.clone()
     if "statistics" in wanted:
         found["statistics"] = _statistics(exchange, threat)
+    if "clients" in wanted:
+        seen = victims(exchange, threat)
+        whole = sum(exchange.weights[k] for k in seen)
+        found["clients"] = tuple(
+            (exchange.weights[k] / whole, exchange.truths[k].labels.clone()) for k in seen
+        )
     if "own" in wanted:
         own = exchange.truths[threat.client]
         found["own"] = Batch(own.inputs.clone(), own.labels.clone())
@@ -214,15 +276,27 @@ def _truths(exchange: Exchange, threat: ThreatModel) -> dict[str, Any]:
 
 
 def _statistics(round_: Round, threat: ThreatModel) -> Statistics:
-    """Those of all covered records in one batch, at the global weights."""
+    """Those of all records behind the update in one batch, at the global weights."""
     live = replace(round_.setting, model=ready(round_.model, round_.training))
     with torch.no_grad():
-        return batch_statistics(live, covered(round_, threat).inputs, round_.training)
+        return batch_statistics(live, behind(round_, threat).inputs, round_.training)
+
+
+def behind(round_: Round, threat: ThreatModel) -> Batch:
+    """The records behind the observed update, client by client."""
+    return _joined([round_.truths[k] for k in victims(round_, threat)])
 
 
 def covered(round_: Round, threat: ThreatModel) -> Batch:
-    """The records behind the observed update: what a reconstruction is judged against."""
-    truths = [round_.truths[k] for k in victims(round_, threat)]
+    """What a reconstruction is judged against: the records behind the observed update, without
+    those that an attacking client holds itself."""
+    if threat.actor == "client" and len(round_.truths) == 1:
+        raise PlanError(ALONE)
+    own = threat.client if threat.actor == "client" else None
+    return _joined([round_.truths[k] for k in victims(round_, threat) if k != own])
+
+
+def _joined(truths: Sequence[Batch]) -> Batch:
     return Batch(
         torch.cat([truth.inputs for truth in truths]), torch.cat([truth.labels for truth in truths])
     )
@@ -315,7 +389,7 @@ def realism(threat: ThreatModel, attack: Attack | None = None) -> Realism:
     the tag is that of the strongest attack that the threat model allows.
     """
     grants = granted(threat)
-    if grants & {"labels", "statistics"}:
+    if grants & TRUTHS:
         return "oracle"
     if threat.malicious and sends(threat.actor) and (attack is None or manipulates(attack)):
         return "active"

@@ -25,7 +25,7 @@ Statistics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 Actor: TypeAlias = Literal["server", "aggregate", "client", "eavesdropper"]
 Knowledge: TypeAlias = Literal[
-    "training", "records", "labels", "own", "statistics", "public", "weights"
+    "training", "records", "labels", "own", "statistics", "clients", "public", "weights"
 ]
 Stopped: TypeAlias = Literal["done", "time", "patience"]
 Realism: TypeAlias = Literal["realistic", "active", "informed", "oracle"]
@@ -145,7 +145,8 @@ class Exchange(_Set):
     `updates[k]` and the record count `sizes[k]` belong to client k; `weights` are the aggregation
     weights (sum 1). `sent` are the models that a malicious server sent instead, one per client.
     `announced` is what the clients' defence tells of itself. Behind `secure` aggregation no server
-    saw one of the updates: they are those of the clients that did not drop out.
+    saw one of the updates: they are those of the clients that did not drop out. `earlier` are the
+    rounds just before it that were kept, in their order.
     """
 
     updates: tuple[Named, ...]
@@ -158,6 +159,7 @@ class Exchange(_Set):
     sent: tuple[nn.Module, ...] = ()
     announced: Mapping[str, object] | None = None
     secure: SecureSum | None = None
+    earlier: tuple[Exchange, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +182,15 @@ class ThreatModel:
 
     `grants=None` leaves it to the actor what it knows (`threat.granted`). `client` is the victim of
     a server or an eavesdropper, and the attacker itself when the actor is a client. `malicious`
-    servers may change the model that they send; others only look.
+    servers may change the model that they send; others only look. `rounds` is how many consecutive
+    rounds it saw, of which the attacked one is the last.
     """
 
     actor: Actor = "server"
     grants: frozenset[Knowledge] | None = None
     client: int = 0
     malicious: bool = False
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,10 @@ class Observation(_Seen):
     """All an attacker holds. A field is None exactly when it is withheld.
 
     `update` is before − after: of one client (server, eavesdropper), or of the whole round
-    (aggregate, client).
+    (aggregate, client). An attacking client has its own records in it (`own`), of `own_update` what
+    it sent itself, and of `share` its weight in the mean, where that follows from what it knows.
+    `clients` are the weight and the labels of every client behind the update. `earlier` is what it
+    held after the rounds just before, if it saw several.
     `kept` is what the attack kept when it was prepared; the model is then what a malicious server
     sent (to the victim, where each client got its own; to the first one behind an aggregate).
     `announced` is what the clients' defence tells of itself, known with the training. `answer` is
@@ -218,7 +225,11 @@ class Observation(_Seen):
     records: int | None = None
     labels: Tensor | None = None
     own: Batch | None = None
+    own_update: Named | None = None
+    share: float | None = None
     statistics: Statistics | None = None
+    clients: tuple[tuple[float, Tensor], ...] | None = None
+    earlier: tuple[Observation, ...] = ()
     kept: Kept | None = None
     announced: Mapping[str, object] | None = None
     answer: Answer | None = None
@@ -262,7 +273,7 @@ class Reconstruction:
     `differed` is the relative error of a fast derivative that was therefore not used. `adapted`:
     candidates were compared by what the defence leaves of them. `prior` is what the attack's own
     idea of a picture shows without the update, as many images as guesses: the score of a guess
-    stands beside the score of that.
+    stands beside the score of that. `raw` is the guess before the attack itself restored it.
     """
 
     inputs: Tensor
@@ -278,6 +289,7 @@ class Reconstruction:
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     prior: Tensor | None = None
+    raw: Tensor | None = None
 
 
 class Attack(Protocol):
@@ -354,8 +366,7 @@ class Preparation:
 @runtime_checkable
 class PreparedAttack(Attack, Protocol):
     """Works before it sees an update: it changes the model (`manipulates`), or fits something to
-    public records. One that reads nothing else may have `public_alone = True`: what it prepares is
-    then kept once for all models."""
+    public records."""
 
     @property
     def manipulates(self) -> bool: ...
@@ -372,6 +383,15 @@ class Learned(PreparedAttack, Protocol):
 
     @property
     def pairs(self) -> int: ...
+
+
+@runtime_checkable
+class Unaimed(PreparedAttack, Protocol):
+    """Prepares with public records alone: it is given no model and no training, and what it makes
+    serves every model."""
+
+    @property
+    def unaimed(self) -> Literal[True]: ...
 
 
 @dataclass(frozen=True)

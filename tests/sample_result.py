@@ -267,6 +267,37 @@ def measured_by(result: Result, metric: Measurement, score: Callable[[float], fl
     )
 
 
+def invented(result: Result, folder: Path, *, restored: bool = True) -> Result:
+    """The same audit, had its first attack restored its guesses (6 dB above the raw ones), or had
+    a generative prior; what is shown without the update has 7 dB and is never recognised."""
+    first = result.trials[0].attack
+
+    def also(trial: Trial) -> Trial:
+        if trial.score is None or trial.found is None or trial.attack != first:
+            return trial
+        count, scores, images = trial.score.records, trial.score.scores, trial.found.images
+        raw = {name: tuple(value - 6 for value in scores[name]) for name in scores}
+        raw |= {"identified": (0.0, 1.0) * (count // 2)}
+        score = replace(
+            trial.score,
+            raw=raw if restored else None,
+            prior_only=dict.fromkeys(scores, (7.0,) * count) | {"identified": (0.0,) * count},
+        )
+        assert images is not None
+        kinds = {"raws": "raw", "priors": "prior"} if restored else {"priors": "prior"}
+        more = {
+            key: tuple(name.replace("guess", kind) for name in images.guesses)
+            for key, kind in kinds.items()
+        }
+        for k, names in enumerate(more.values()):
+            for i, name in enumerate(names):
+                Image.new("RGB", (16, 16), (90 * k, 10 * i, 200)).save(folder / name)
+        found = replace(trial.found, images=replace(images, **more))
+        return replace(trial, score=score, found=found)
+
+    return rederive(replace(result, trials=tuple(map(also, result.trials))))
+
+
 def _protected(trial: Trial) -> Trial:
     """The same trial, had it recovered nothing."""
     assert trial.score is not None

@@ -14,15 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakgauge import metrics, models
+from leakgauge import metrics, models, priors
 from leakgauge.attacks import (
     ATTACKS,
     DLG,
     GIT,
     IDLG,
     LTI,
+    ROG,
     Analytic,
+    CuriousClient,
     ExactRecursion,
+    FedInverse,
     GuidedDiffusion,
     InvertingGradients,
     SeparateAndDecode,
@@ -43,6 +46,7 @@ from leakgauge.types import (
     Attack,
     Batch,
     Dataset,
+    Kept,
     Knowledge,
     LocalTraining,
     Observation,
@@ -109,10 +113,11 @@ def paired(guess: Tensor, truth: Tensor) -> Tensor:
 
 
 def quick(name: str, **options: Any) -> Attack:
-    """The attack with a few iterations, or of what learns, a few pairs."""
+    """The attack with a few iterations, or of what learns, a few pairs; a search does search."""
     known = {f.name for f in dataclasses.fields(ATTACKS[name])}  # type: ignore[arg-type]
-    short = {"iterations": 4, "training": 1}
+    short: dict[str, Any] = {"iterations": 4, "exact": False, "training": 1}
     short |= {"pairs": 24, "steps": 3} if "pairs" in known else {}
+    short |= {"steps": 2, "candidates": 4} if "prior" in known else {}
     return ATTACKS[name](**{k: v for k, v in (short | options).items() if k in known})
 
 
@@ -396,6 +401,21 @@ def exact_fedavg_epochs() -> None:
     assert float(metrics.psnr(guess.inputs, truth.inputs)) > RECOGNISED + 5
 
 
+def exact_curious_client() -> None:
+    """Every image of the other client, from two global models, by the exact recursion."""
+    training = LocalTraining(batch_size=4, batch_norm="eval", lr=0.1)
+    round_ = played(network("mlp", hidden=(64,)), training)
+    threat = ThreatModel("client")
+    guess = CuriousClient().reconstruct(observe(round_, threat), seeded())
+    truth = covered(round_, threat)
+    assert len(truth) == 4
+    assert guess.facts["own"] == "subtract"
+    order = metrics.assign.optimal(guess.inputs, truth.inputs)
+    assert float(metrics.psnr(guess.inputs[order], truth.inputs).min()) > 60
+    assert guess.labels is not None
+    assert guess.labels[order].tolist() == truth.labels.tolist()
+
+
 def convolutions(norms: bool) -> nn.Module:
     """Of which the last tells records apart, and no layer below leads down to the image."""
     widths = (1, 8, 16, 128)
@@ -498,7 +518,59 @@ def exact_smooth_to_sharp() -> None:
     assert guess.residual < 1e-9
 
 
+def shown_by(kept: Kept) -> Round:
+    """A round on images that a generator can show."""
+    images = priors.opened(kept).sample(4, seeded(9))
+    data = Dataset("shown", images, torch.arange(4), digits().classes)
+    model = network("lenet-zhu", seed=1, init="wide-uniform")
+    return simulate(Scenario(lambda: model, data, LocalTraining()), seeded())
+
+
+def exact_generator(attack: Attack) -> None:
+    """What the generator can show is found among all that it can."""
+    kept = priors.GAN(latent=6, width=16, steps=20, batch=16).train(public(), seeded(1))
+    round_ = shown_by(kept)
+    threat = exactly(attack)
+    guess = attack.reconstruct(observe(round_, threat, kept=kept), seeded())
+    assert float(metrics.psnr(guess.inputs, covered(round_, threat).inputs)) > 35
+
+
+def exact_rog() -> None:
+    """An image that is an enlarged one, and a restorer that has learned next to nothing."""
+    small = torch.rand(4, 1, 4, 4, generator=seeded(2))
+    images = nn.functional.interpolate(small, size=(8, 8), mode="bicubic").clamp(0, 1)
+    data = Dataset("enlarged", images, torch.arange(4), digits().classes)
+    model = network("lenet-zhu", seed=1, init="wide-uniform")
+    round_ = simulate(Scenario(lambda: model, data, LocalTraining()), seeded())
+    guess, truth = attacked(ROG(iterations=150, factor=2, tv=0.0, steps=1), round_)
+    assert float(metrics.psnr(guess.inputs, truth.inputs)) > 30
+
+
+def exact_fedinverse() -> None:
+    """A linear model, of which each class looks at one part of the picture: the prototype of a
+    class is bright there."""
+    model = network("mlp", hidden=())
+    with torch.no_grad():
+        model.fc1.weight.zero_()
+        for c in range(10):
+            model.fc1.weight[c, 6 * c : 6 * c + 6] = 10.0
+    attack = FedInverse(images="classes", iterations=150, near=0.0, steps=20)
+    guess, _ = attacked(attack, played(model))
+    assert guess.prior is not None
+    for images, least, most in ((guess.inputs, 0.8, 1.0), (guess.prior, 0.0, 0.5)):
+        with torch.no_grad():
+            sure = model(images).softmax(1).diagonal().mean()
+        assert least < float(sure) < most
+    parts = guess.inputs.flatten(1)[:, :60].view(10, 10, 6).mean(2)
+    assert parts.argmax(1).tolist() == list(range(10))
+
+
 EXACT: dict[str, Callable[[], None]] = {
+    "ci-net": lambda: recognises(quick("ci-net", iterations=200)),
+    "fedinverse": exact_fedinverse,
+    "ggl": lambda: exact_generator(quick("ggl", iterations=120, near=0.0)),
+    "gias": lambda: exact_generator(quick("gias", iterations=200, latent=1.0, restarts=3)),
+    "rog": exact_rog,
     "agic": lambda: recognises(quick("agic", iterations=100)),
     "bayes": lambda: recognises(quick("bayes", iterations=100, noise="gaussian", sigma=1e-5)),
     "gradinversion": lambda: recognises(quick("gradinversion", iterations=100)),
@@ -506,6 +578,7 @@ EXACT: dict[str, Callable[[], None]] = {
     "sapag": lambda: recognises(quick("sapag", iterations=100)),
     "analytic": exact_analytic,
     "coarse-to-fine": exact_coarse_to_fine,
+    "curious-client": exact_curious_client,
     "dlg": exact_dlg,
     "exact-recursion": exact_exact_recursion,
     "fedavg-epochs": exact_fedavg_epochs,

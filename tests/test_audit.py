@@ -762,17 +762,17 @@ def test_a_picture_is_grey_or_rgb_in_eight_bits():
 
 def test_the_sheet_has_truths_above_guesses():
     white, black = (Image.new("L", (2, 2), level) for level in (255, 0))
-    page = images.sheet([(white, black)] * 9, [10.0] * 9)
+    page = images.sheet({"guess": [black] * 9, "truth": [white] * 9}, None)
     assert page.getpixel((10, 10)) == (255, 255, 255)
     assert page.getpixel((10, 10 + images.TILE)) == (0, 0, 0)
-    one_row = images.sheet([(white, black)] * 8, None)
+    one_row = images.sheet({"guess": [black] * 8, "truth": [white] * 8}, None)
     assert page.width == one_row.width
     assert page.height > 1.9 * one_row.height
 
 
 def test_a_large_batch_shows_its_first_images_only():
     many = torch.zeros(images.LIMIT + 3, 1, 2, 2)
-    paths, drawn = images.drawn("one", many, many, None)
+    paths, drawn = images.drawn("one", images.Panel(many, many))
     assert len(paths.truths) == len(paths.guesses) == images.LIMIT
     assert paths.sheet == "images/one/sheet.png"
     assert set(drawn) == {paths.sheet, *paths.truths, *paths.guesses}

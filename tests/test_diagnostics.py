@@ -154,3 +154,56 @@ def test_pearson():
         diagnostics.pearson([1, 1], [1, 2])
     with pytest.raises(InputError, match="length"):
         diagnostics.pearson([1, 2, 3], [1, 2])
+
+
+def clients(count: int, each: int) -> list[Batch]:
+    rng = torch.Generator().manual_seed(3)
+    return [
+        Batch(
+            torch.rand(each, 1, 8, 8, generator=rng, dtype=torch.float64),
+            torch.randint(10, (each,), generator=rng),
+        )
+        for _ in range(count)
+    ]
+
+
+def diverging(truths: list[Batch], steps: int, lr: float = 1e-3) -> diagnostics.Divergence:
+    rng = torch.Generator().manual_seed(0)
+    model = models.make("mlp", shape=(1, 8, 8), classes=10, rng=rng, activation="tanh").double()
+    local = LocalTraining(lr=lr, steps=steps, batch_size=len(truths[0]))
+    return diagnostics.divergence(setting(model, truths[0]), truths, local)
+
+
+def test_one_step_of_a_super_client_is_that_of_all_clients():
+    uneven = [clients(1, 2)[0], clients(2, 5)[1]]
+    for truths in (clients(4, 3), uneven):
+        one = diverging(truths, 1)
+        assert one.relative < 1e-14
+        assert one.predicted == 0
+
+
+def test_one_client_is_its_own_super_client():
+    assert diverging(clients(1, 4), 5).absolute == 0
+
+
+def test_the_divergence_grows_as_lemma_1_says():
+    """As n(n − 1)/2 of two steps, and with the square of the learning rate."""
+    truths = clients(4, 3)
+    two = diverging(truths, 2)
+    assert two.relative > 1e-8
+    assert two.predicted == pytest.approx(1e-6 * 2 * 3 / 12)
+    for steps in (3, 5):
+        more = diverging(truths, steps)
+        assert more.absolute / two.absolute == pytest.approx(steps * (steps - 1) / 2, rel=0.02)
+        assert more.predicted / two.predicted == pytest.approx(steps * (steps - 1) / 2)
+    twice = diverging(truths, 2, lr=2e-3)
+    assert twice.absolute / two.absolute == pytest.approx(4, rel=0.02)
+
+
+def test_a_divergence_needs_a_fixed_order():
+    truths = clients(2, 2)
+    model = models.make("mlp", shape=(1, 8, 8), classes=10, rng=torch.Generator())
+    with pytest.raises(InputError, match="fixed order"):
+        diagnostics.divergence(
+            setting(model, truths[0]), truths, LocalTraining(order="shuffled", batch_size=2)
+        )

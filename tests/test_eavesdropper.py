@@ -31,7 +31,7 @@ from leakgauge.kept import key_of
 from leakgauge.records import Images
 from leakgauge.report import contents
 from leakgauge.tensors import parameters
-from leakgauge.threat import before, check, covered, observe, passed
+from leakgauge.threat import before, behind, check, observe, passed
 from leakgauge.types import (
     Batch,
     Defence,
@@ -245,19 +245,22 @@ def test_a_query_does_not_follow_what_an_attack_does_to_its_model() -> None:
     assert same(aim.query(some(), seeded()), first)
 
 
-@pytest.mark.parametrize("actor", ["aggregate", "client"])
-def test_behind_an_aggregate_a_query_is_of_all_records(actor: Any) -> None:
+@pytest.mark.parametrize(
+    ("actor", "grants"),
+    [("aggregate", None), ("client", None), ("client", frozenset({"records"}))],
+)
+def test_behind_an_aggregate_a_query_is_of_all_records(actor: Any, grants: Any) -> None:
     round_ = played(LocalTraining(batch_size=2, lr=0.1), clients=3, server_lr=0.5)
-    aim = before(round_, ThreatModel(actor))
+    who = ThreatModel(actor, grants)
+    aim = before(round_, who)
     assert aim.query is not None
     assert aim.records == 6
     whole = train(round_.setting, some(6), together(round_.training, 3), seeded()).update
-    factor = 0.5 if actor == "client" else 1.0  # what a client reads went through the server
+    factor = 0.5 if grants else 1.0  # of the server's step, which only the training tells
     found = aim.query(some(6), seeded())
     assert same(found, {name: factor * value for name, value in whole.items()})
-    truth = covered(round_, ThreatModel(actor))
-    mine = aim.query(truth, seeded())
-    for name, value in observe(round_, ThreatModel(actor)).update.items():
+    mine = aim.query(behind(round_, who), seeded())
+    for name, value in observe(round_, who).update.items():
         torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-6)
 
 

@@ -117,6 +117,25 @@ def test_what_is_done_is_not_made_or_tried_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text())["name"] == result.name
 
 
+@pytest.mark.parametrize(
+    ("attack", "fits"),
+    [
+        ({"name": "rog", "steps": 2}, 1),
+        ({"name": "guided-diffusion", "training": 1}, 1),
+        ({"name": "lti", "pairs": 24, "steps": 2}, 2),
+    ],
+)
+def test_what_needs_no_model_is_made_once(
+    tmp_path: Path, attack: dict[str, Any], fits: int
+) -> None:
+    """Two seeds are two models: what learns their pairs is made for each, a prior once."""
+    one = plan(attack=[attack], threat={"actor": "server"}, defence=[{"name": "none"}])
+    made = fit.fit(one, Store(tmp_path))
+    assert len(made) == fits
+    assert [found.reason for found in made] == [None] * fits
+    assert sum(found.trials for found in made) == 2
+
+
 def test_controls_and_rungs_of_the_only_attack_are_made(tmp_path: Path) -> None:
     surely = plan(audit=PLAN["audit"] | {"control": True})
     made = fit.fit(surely, Store(tmp_path))

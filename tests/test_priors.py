@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leakgauge import cli, data, models, priors
-from leakgauge.attacks import LTI, GuidedDiffusion
+from leakgauge import cli, data, priors
 from leakgauge.audit import prior as courses
 from leakgauge.errors import (
     CheckpointError,
@@ -21,11 +20,9 @@ from leakgauge.errors import (
     PlanError,
     Withheld,
 )
-from leakgauge.kept import key_of
 from leakgauge.priors import ddpm, folder
-from leakgauge.records import Classes, Images
 from leakgauge.tensors import seeded
-from leakgauge.types import Dataset, Kept, LocalTraining, Resources, Setting, Target
+from leakgauge.types import Dataset, Kept, Resources
 
 QUICK = {"steps": 6, "batch": 4, "widths": (8, 8), "noises": 50}
 
@@ -427,16 +424,3 @@ def test_errors_are_ours(tmp_path):
     (tmp_path / folder.FACTS).write_text('{"kind": 3}')
     with pytest.raises(LeakGaugeError, match="is not that of a prior: expected 'kind'"):
         priors.load(str(tmp_path))
-
-
-def test_what_is_trained_on_public_records_alone_is_kept_once_for_all_models():
-    def key(attack, seed: int, public: Dataset) -> str:
-        model = models.make("mlp", shape=(1, 8, 8), classes=10, rng=seeded(seed))
-        setting = Setting(model, Images((1, 8, 8)), Classes(10))
-        return key_of(attack, Target(setting, LocalTraining(lr=0.1 * seed), seed, public=public))
-
-    guided, lti = GuidedDiffusion(), LTI()
-    assert key(guided, 1, digits()) == key(guided, 2, digits())
-    assert key(guided, 1, digits()) != key(guided, 1, digits(40, 40))
-    assert key(guided, 1, digits()) != key(GuidedDiffusion(training=3), 1, digits())
-    assert key(lti, 1, digits()) != key(lti, 2, digits())

@@ -72,7 +72,9 @@ def written(path: Path, images: np.ndarray[Any, Any], labels: list[int], **more:
 def test_a_passive_attacker_holds_the_records_that_a_plan_sets_aside(
     actor: str, tmp_path: Path, called: list[Any]
 ) -> None:
-    plan = planned(threat={"actor": actor, "grants": ["training", "records"]})
+    plan = planned(
+        federation={"clients": 2}, threat={"actor": actor, "grants": ["training", "records"]}
+    )
     assert (len(plan.public), plan.public_source) == (12, "set aside")
     assert len(plan.data) == len(data.load("digits")) - 12
     result = run(plan, Store(tmp_path))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import re
 from dataclasses import replace
 from html import unescape
 
 import pytest
+from PIL import Image
 from rich.console import Console
-from sample_result import failed, measured_by, rederive, rescored, sample, unscored
+from sample_result import failed, invented, measured_by, rederive, rescored, sample, unscored
 from test_report_diff import printed
 from test_schema import REAL, schema_1, schema_2
 
@@ -259,6 +261,18 @@ def test_every_metric_is_in_every_form_beside_its_mean_picture(tmp_path, told, f
     assert "fog" not in text.replace('"fog"', "")  # its name is for the plan alone
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_report_without_lpips_says_so_in_every_form(tmp_path, told, form, foggy):
+    sentence = "was not measured: put lpips_alex.safetensors into the folder"
+    plain_one = sample(tmp_path / "plain", seeds=1)
+    assert sentence in told(form, plain_one, tmp_path / "plain")
+    bare = rederive(replace(plain_one, metrics=plain_one.metrics[:1]))
+    assert sentence in told(form, bare, tmp_path / "plain")
+    assert sentence not in told(form, foggy, tmp_path)
+    layers = replace(plain_one, federation=replace(plain_one.federation, shape=(5, 16, 16)))
+    assert sentence not in told(form, layers, tmp_path / "plain")
+
+
 def test_every_metric_is_in_a_comparison(foggy):
     text = tidy(printed(diff.compare(foggy, foggy), width=200))
     assert "SSIM LPIPS Fog [m] <b>|* km" in text
@@ -402,3 +416,105 @@ def test_every_form_says_what_each_defence_spends_over_all_rounds(form, told, tm
     for part in ("Epsilon over all rounds", "6.50", words, "Nothing is promised."):
         assert part in text
     assert "Epsilon over all rounds" not in told(form, replace(made, privacy=()), tmp_path)
+
+
+# Pictures that a restorer or a prior had a part in.
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Two audits: one restores guesses of 58 dB from 52, the other has a generative prior."""
+    made = sample(tmp_path, seeds=2, defences=("none",), attacks=("analytic", "dlg"))
+    (lpips,) = measurements({"lpips": METRICS["lpips"]}, made.plan.audit.limit)
+    made = measured_by(made, lpips, lambda psnr: 0.9 - psnr / 100)
+    return [invented(made, tmp_path, restored=restored) for restored in (True, False)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("images", ["show", "hide"])
+def test_what_a_prior_helped_to_make_stands_beside_raw_and_unread_numbers(
+    tmp_path, told, form, images, both
+):
+    for made, restored in zip(both, (True, False), strict=True):
+        text = told(form, made, tmp_path, images)
+        (line,) = contents.sides(made)
+        row = made.summary[0].measured
+        shown = row.scores
+        assert line.attack == "analytic"
+        assert line.shown == (
+            f"{shown['psnr'].median:.1f}\xa0dB",
+            f"LPIPS\xa0{shown['lpips'].median:.3g}",
+            f"{shown['identified'].mean:.0%} recognised".replace("%", "\xa0%"),
+        )
+        assert line.unread == ("7.0\xa0dB", "LPIPS\xa07", "0\xa0% recognised")
+        if restored:
+            assert row.raw["psnr"].median == pytest.approx(shown["psnr"].median - 6)
+            before = f"{row.raw['psnr'].median:.1f}\xa0dB", f"{row.raw['lpips'].median:.3g}"
+            assert line.raw == (before[0], f"LPIPS\xa0{before[1]}", "50\xa0% recognised")
+        else:
+            assert line.raw == ("–",)
+        assert tidy(contents.UNREAD) in text
+        part = text[text.lower().index("raw guess", text.index(line.attack)) :]
+        for k in range(3 if restored else 1):  # in the order of the columns
+            in_order(part, *(cell[k] for cell in (line.raw, line.shown, line.unread)))
+    plain_one = sample(tmp_path / "plain", seeds=1)
+    assert contents.INVENTS not in told(form, plain_one, tmp_path / "plain", images)
+
+
+def test_the_pictures_of_a_record_stand_side_by_side(tmp_path, both):
+    for made, names in zip(
+        both,
+        (["truth", "raw guess", "restored", "no update"], ["truth", "guess", "no update"]),
+        strict=True,
+    ):
+        pair = html.pictures.worst(made)
+        assert pair.invented
+        assert [tile.words for tile in pair.tiles] == names
+        ends = {"truth": "truth", "raw guess": "raw", "no update": "prior"}
+        for tile in pair.tiles:
+            assert tile.file.endswith(f"{ends.get(tile.words, 'guess')}.png")
+        numbers = {tile.words: tile.numbers for tile in pair.tiles}
+        assert numbers["truth"] == ()
+        assert numbers["no update"] == ("7.0\xa0dB", "LPIPS\xa07", "not recognised")
+        last = numbers["restored" if "restored" in names else "guess"]
+        assert last[0] == wording.decibels(pair.truth.psnr)
+        if "raw guess" in names:
+            assert numbers["raw guess"][0] == wording.decibels(pair.truth.psnr - 6)
+        page = html.render(made, tmp_path, "show")
+        for name in names:
+            assert f'alt="{name} of record {pair.record}, {pair.trial.id}"' in page
+        assert "can show detail that no record had</span>" in page
+        # Nothing of them is in a page that hides pictures, and blurred ones are blurred.
+        assert "<img" not in html.render(made, tmp_path, "hide")
+        blurred = html.pictures.load(pair, tmp_path, "blur").pictures
+        sizes = {Image.open(io.BytesIO(content)).size for content in blurred}
+        assert sizes == {(4, 4)}
+        assert "All are blurred" in html.render(made, tmp_path, "blur")
+
+
+def test_a_result_that_kept_no_raw_pictures_is_still_warned_of(tmp_path, told, both):
+    """As those of schema 5: scores of the prior alone, and no pictures of it."""
+    made = both[1]
+
+    def before(trial):
+        if not (trial.found and trial.found.images):
+            return trial
+        images = replace(trial.found.images, raws=(), priors=())
+        return replace(trial, found=replace(trial.found, images=images))
+
+    made = replace(made, trials=tuple(map(before, made.trials)))
+    assert [tile.words for tile in html.pictures.worst(made).tiles] == ["truth", "guess"]
+    assert contents.INVENTS in told("html", made, tmp_path)
+
+
+def test_a_comparison_has_raw_and_unread_medians(tmp_path, both):
+    restored, prior = both
+    (row,) = (r for r in diff.compare(prior, restored).rows if r.attack == "analytic")
+    median = restored.summary[0].measured.raw["psnr"].median
+    assert (row.raw.a, row.raw.b) == (None, median)
+    assert (row.unread.a, row.unread.b) == (7.0, 7.0)
+    text = tidy(printed(diff.compare(prior, restored), width=200))
+    shown = f"{row.medians['psnr'].a:.3g}"
+    assert f"none analytic – → {median:.3g} {shown} → {shown} 7 → 7" in text
+    plain_one = sample(tmp_path / "plain", seeds=1)
+    assert "no update" not in printed(diff.compare(plain_one, plain_one))

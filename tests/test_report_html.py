@@ -20,7 +20,7 @@ from leakgauge.audit import schema
 from leakgauge.errors import InputError
 from leakgauge.report import html, write
 
-FIRST = ("the record", "its reconstruction")
+FIRST = ("truth", "guess")
 
 
 class Page(HTMLParser):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
-from leakgauge import data, metrics, priors
+from leakgauge import data, metrics, priors, tensors, threat
 from leakgauge.audit import Store, parse, run
+from leakgauge.audit.bench import Bench
+from leakgauge.audit.cases import Case
 from leakgauge.audit.schema import load
+from leakgauge.audit.score import scored
 from leakgauge.errors import CheckpointError, MissingExtra, NotApplicable, PlanError
 from leakgauge.files import write_json, write_tensors
 from leakgauge.records import Images, Tokens
@@ -22,7 +27,7 @@ from leakgauge.restore import DDRM, MDE, RESTORERS, TotalVariation
 from leakgauge.restore.ddrm import Down, estimated, restored, scale_of
 from leakgauge.restore.mde import enhanced, sampled
 from leakgauge.restore.total_variation import _divergence, _slope
-from leakgauge.types import Dataset
+from leakgauge.types import Batch, Dataset, Reconstruction
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -244,32 +249,85 @@ def plan(*attacks: dict[str, object]) -> dict[str, object]:
 GUESS = {"name": "inverting-gradients", "iterations": 3}
 
 
-def test_an_audit_restores_and_says_what_noise_would_have_given(tmp_path):
+def test_an_audit_keeps_the_raw_guess_and_what_is_shown_without_the_update(tmp_path):
     strong = {"name": "total-variation", "weight": 0.3}
     table = plan(GUESS, GUESS | {"restore": "total-variation"}, GUESS | {"restore": strong})
     checked = parse(table, "restored", tmp_path)
     restored = "inverting-gradients+total-variation"
     assert list(checked.attacks) == ["inverting-gradients", restored, f"{restored}-2"]
-    run(checked, Store(tmp_path / "out"))
-    result = load(tmp_path / "out" / "result.json")
+    out = tmp_path / "out"
+    run(checked, Store(out))
+    result = load(out / "result.json")
     raw, better, best = result.trials
     assert raw.score is not None
-    assert raw.score.prior_only is None
-    for trial, weight in ((better, 0.05), (best, 0.3)):
+    assert raw.score.raw is raw.score.prior_only is None
+    assert raw.found is not None
+    assert raw.found.images is not None
+    assert raw.found.images.raws == raw.found.images.priors == ()
+    for trial in (better, best):
         assert trial.found is not None
         assert trial.score is not None
+        assert trial.found.residual == raw.found.residual  # the same attack
+        # What was restored is what the attack alone scores, in every number.
+        assert trial.score.raw == raw.score.scores
         assert trial.score.prior_only is not None
-        # Of noise it makes the same, whoever attacked: nothing of the update is in it.
-        alone = trial.score.prior_only["psnr"][0]
-        said = [c for c in trial.score.caveats if c.startswith("restored:")]
-        assert said == [
-            "restored: the restorer can add detail that no record had; given noise instead of the "
-            f"attack's guess it scores {alone:.1f} dB"
-        ]
-        assert trial.score.scores["psnr"] != raw.score.scores["psnr"], weight
-    assert better.found.residual == raw.found.residual  # type: ignore[union-attr]  # same attack
-    page = html.render(result, tmp_path / "out", "hide")
-    assert "given noise instead of the" in page
+        assert set(trial.score.prior_only) == set(raw.score.scores)
+        assert trial.score.scores["psnr"] != raw.score.scores["psnr"]
+        (said,) = (c for c in trial.score.caveats if c.startswith("the restorer can add"))
+        assert "detail that no record had" in said
+        images = trial.found.images
+        assert images is not None
+        assert pixels(out, images.raws) == pixels(out, raw.found.images.guesses)
+        assert pixels(out, images.truths) == pixels(out, raw.found.images.truths)
+        shown = (images.truths, images.raws, images.guesses, images.priors)
+        assert len({pixels(out, names) for names in shown}) == 4
+
+
+def pixels(out: Path, names: tuple[str, ...]) -> bytes:
+    assert names
+    return b"".join(Image.open(out / name).tobytes() for name in names)
+
+
+def test_what_is_shown_without_the_update_is_restored_from_noise_or_the_attack_s_prior(tmp_path):
+    """Of noise the restorer makes the same, whoever attacked: nothing of the update is in it."""
+    checked = parse(plan(GUESS, GUESS | {"restore": "total-variation"}), "prior", tmp_path)
+    restored = checked.restorers["inverting-gradients+total-variation"]
+    bench = Bench(checked, tmp_path)
+    plainly, better = (Case("trial", 0, "none", name, 0) for name in checked.attacks)
+    seen = threat.observe(bench.simulated(better), better.threat(checked))
+    mine, own = torch.rand(2, 1, 1, 8, 8, generator=seeded(1))
+    guess = Reconstruction(mine, None, 0.0)
+    assert bench._restored(plainly, seen, guess) == (guess, None, None)
+    assert bench._restored(plainly, seen, replace(guess, prior=own))[1:] == (None, own)
+    after, raw, alone = bench._restored(better, seen, guess)
+    assert raw is mine
+    assert torch.equal(after.inputs, restored.restore(mine, seen.record, seeded()))
+    noise = torch.rand(mine.shape, generator=tensors.seeded(0, "restore"))
+    assert torch.equal(alone, restored.restore(noise, seen.record, seeded()))
+    other = replace(guess, inputs=1 - mine)
+    assert torch.equal(bench._restored(better, seen, other)[2], alone)
+    with_prior = bench._restored(better, seen, replace(guess, prior=own))
+    assert torch.equal(with_prior[2], restored.restore(own, seen.record, seeded()))
+
+
+def test_a_prior_of_the_attack_s_own_is_paired_and_scored_as_its_guesses_are(tmp_path):
+    """Pairing is by truths, not by places: the guesses are the truths in reverse, the prior two of
+    three truths."""
+    checked = parse(plan(GUESS), "own", tmp_path)
+    truth = Batch(checked.data.inputs[:3], checked.data.labels[:3])
+    own = torch.stack([truth.inputs[2], truth.inputs[0]])
+    guess = Reconstruction(truth.inputs.flip(0), None, 0.0)
+    measures = {name: metrics.loaded(one) for name, one in checked.metrics.items()}
+    score, panel = scored(checked, guess, truth, measures, seeded(), None, own)
+    assert score.raw is panel.raw is None
+    assert torch.equal(panel.guess, truth.inputs)
+    assert score.scores["identified"] == (1.0,) * 3
+    assert score.prior_only is not None
+    assert panel.prior is not None
+    assert score.prior_only["identified"] == (1.0, 0.0, 1.0)
+    assert torch.equal(panel.prior[0], truth.inputs[0])
+    assert torch.equal(panel.prior[2], truth.inputs[2])
+    assert score.prior_only["psnr"][1] == score.mean_image["psnr"][1]  # nothing is left for it
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,16 @@ from sample_result import failed, rederive, sample, save, unscored
 
 from leakgauge import config
 from leakgauge.audit import schema
-from leakgauge.audit.results import Attacker, Found, Measurement, Result, Score, Times, Trial
+from leakgauge.audit.results import (
+    Attacker,
+    Found,
+    Measurement,
+    Pictures,
+    Result,
+    Score,
+    Times,
+    Trial,
+)
 from leakgauge.config import plain
 from leakgauge.errors import InputError
 from leakgauge.papers import Paper
@@ -101,7 +110,12 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 def optional(path: tuple[Any, ...]) -> bool:
     """Whether a file may leave the key out: what it then says is what its type says."""
-    within = {"found": Found, "score": Score, "times": Times if len(path) > 2 else None}
+    within = {
+        "found": Found,
+        "score": Score,
+        "images": Pictures,
+        "times": Times if len(path) > 2 else None,
+    }
     table = within.get(path[-2] if len(path) > 1 else "")
     if path[0] == "plan":
         return True  # older plans left what had a default
@@ -190,8 +204,13 @@ def test_null_is_not_a_value(result, key):
         (("trials", 0, "score", "scores", "psnr", 0), 10**400, "psnr[0]: expected a finite number"),
         (("trials", 0, "score", "scores", "psnr", 0), 1e301, "psnr[0]: expected a finite number"),
         (("trials", 0, "found", "facts", "x"), [1, 1e301], "facts.x[1]: expected a finite number"),
-        (("trials", 0, "found", "images", "guesses"), [], "images: expected a guess beside each"),
+        (("trials", 0, "found", "images", "guesses"), [], "truths: expected one beside each guess"),
         (("trials", 0, "score", "mean_image"), {}, "score.mean_image: key 'psnr' is missing"),
+        (("trials", 0, "score", "raw"), {"psnr": [9.0]}, "raw.psnr: expected 2 numbers, one per"),
+        (("trials", 0, "score", "raw"), {"psnr": [9.0, 9.0]}, "raw: key 'identified' is missing"),
+        (("trials", 0, "score", "prior_only"), {}, "score.prior_only: key 'psnr' is missing"),
+        (("trials", 0, "found", "images", "raws"), ["a.png"], "raws: expected one beside each"),
+        (("trials", 0, "found", "images", "priors"), ["../a.png"] * 2, "expected a path below"),
         (("trials", 0, "score", "scores"), {"psnr": [9.0, 9.0]}, "key 'identified' is missing"),
         (("trials", 0, "score"), None, "trials[0]: score: expected a table where status is 'done'"),
         (("trials", 0, "found"), None, "trials[0]: found: expected a table where status is 'done'"),
@@ -306,7 +325,7 @@ def test_other_words_are_said_anew(result, version):
 
 def test_a_real_file_of_schema_3_keeps_its_verdict_and_its_numbers(real):
     opened = schema.load(REAL)
-    assert opened.schema == schema.SCHEMA == 5
+    assert opened.schema == schema.SCHEMA == 6
     verdict, old = opened.verdict, real["verdict"]
     for key in ("outcome", "exit_code", "headline", "risk", "records"):
         assert getattr(verdict, key) == old[key]
@@ -385,6 +404,29 @@ def test_a_damaged_file_of_schema_3_is_opened_or_refused_and_nothing_else(real):
                     schema.check(damaged)
 
 
+def test_schema_5_is_judged_against_the_prior_alone(result):
+    """It kept no raw guess, and no word whether the prior alone is recognised."""
+    result["schema"] = 5
+    assert schema.check(result).verdict.outcome == "leaks"
+    for trial in result["trials"]:
+        if trial["score"] and trial["kind"] == "trial":
+            for key in ("raw", "prior_only"):
+                trial["score"].pop(key)
+            trial["score"]["prior_only"] = {key: [99.0] * 2 for key in ("psnr", "ssim")}
+            trial["score"]["scores"]["identified"] = [0.0] * 2
+            trial["score"]["labels"]["accuracy"] = 0.0
+    opened = schema.check(result)
+    assert opened.schema == schema.SCHEMA
+    assert result["verdict"]["outcome"] == "leaks"
+    assert opened.verdict.outcome == "inconclusive"
+    assert {row.measured.leaks["pictures"].share for row in opened.summary} == {0.0}
+    (row, *_) = opened.summary
+    assert row.measured.raw is None
+    assert set(row.measured.prior_only) == {"psnr", "ssim"}
+    with pytest.raises(InputError, match="it says 'leaks', they say 'inconclusive'"):
+        schema.check(result | {"schema": 6})
+
+
 def test_schema_2_is_judged_anew(real):
     opened, today = schema.check(schema_2(real)), schema.check(real)
     assert opened.schema == schema.SCHEMA
@@ -440,15 +482,15 @@ def test_thousands_of_trials_are_read_without_looking_at_each_number(result, mon
     assert not [where for where in asked if "history[" in where or "psnr[" in where]
 
 
-@pytest.mark.parametrize("version", [6, 99])
+@pytest.mark.parametrize("version", [7, 99])
 def test_a_newer_version_is_refused_with_the_remedy(result, version):
-    with pytest.raises(InputError, match=f"schema is {version}.*reads up to 5; upgrade"):
+    with pytest.raises(InputError, match=f"schema is {version}.*reads up to 6; upgrade"):
         schema.check(result | {"schema": version})
 
 
 @pytest.mark.parametrize("version", [0, -1])
 def test_a_version_that_never_was_is_refused(result, version):
-    with pytest.raises(InputError, match=f"schema: expected 1 to 5, got {version}"):
+    with pytest.raises(InputError, match=f"schema: expected 1 to 6, got {version}"):
         schema.check(result | {"schema": version})
 
 

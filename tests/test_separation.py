@@ -20,7 +20,15 @@ from torch import Tensor, fx, nn
 
 from leakgauge import models
 from leakgauge.attacks._path import Path
-from leakgauge.attacks._peeling import Peeled, Watch, _solved, _stands_out, peel
+from leakgauge.attacks._peeling import (
+    Peeled,
+    Watch,
+    _joined,
+    _signals,
+    _solved,
+    _stands_out,
+    peel,
+)
 from leakgauge.attacks._separation import (
     Separated,
     biases,
@@ -280,6 +288,50 @@ def test_the_layer_below_is_peeled_in_train_mode() -> None:
     for node, value in done.known.items():
         compared(found, value, one.truth(node.name))
     assert "as the time was up" in done.stopped
+
+
+def test_activations_above_carry_on_where_gradients_are_too_few() -> None:
+    """One pixel in four is seen by the middles of the windows alone, and by the branch."""
+    one = client(resnet(width=0.25), 2)
+    found = separated(one)
+    done = peeled(one, found, 3)
+    assert done.lowest.name == "layer2_0_act2"
+    compared(found, done.known[done.lowest], one.truth("layer2_0_act2"))
+
+
+class Skip(nn.Module):
+    """A block with a skip, at 8 × 8 positions, then 4 × 4, for 16 × 16 images."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        sizes = [(3, width, 2), (width, width, 1), (width, width, 1), (width, 96, 2), (96, 128, 1)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, s, 1, bias=False) for i, o, s in sizes)
+            self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _ in sizes)
+            self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.norms[0](self.convs[0](x)))
+        x = torch.relu(self.norms[1](self.convs[1](first)))
+        x = torch.relu(self.norms[2](self.convs[2](x)) + first)
+        for conv, norm in zip(self.convs[3:], self.norms[3:], strict=True):
+            x = torch.relu(norm(conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def test_activations_above_are_met_through_skips_and_norms_of_any_weight() -> None:
+    """Three records: 1.5 equations of the gradients for each unknown, which alone do not do."""
+    one = client(any_affine(Skip()), 3, size=16)
+    found = separated(one)
+    done = peeled(one, found, 3)
+    trace = done.trace
+    first = trace.named("relu")
+    assert done.lowest is first
+    compared(found, done.known.pop(first), one.truth("relu"))
+    joined = _joined(done, first, _signals(done, first))
+    assert joined is not None
+    assert len(joined.skips) == 1
 
 
 def test_a_wrong_mask_in_train_mode_is_put_right_and_no_other() -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -41,9 +42,9 @@ def written(id_="one", **more):
     return json.dumps(plain(trial(id_)) | more)
 
 
-def opened(out, fingerprint="f", *, resume=False, overwrite=False):
+def opened(out, fingerprint="f", *, resume=False, overwrite=False, plan=PLAN):
     store = Store(out)
-    store.open(PLAN, fingerprint, resume=resume, overwrite=overwrite)
+    store.open(plan, fingerprint, resume=resume, overwrite=overwrite)
     return store
 
 
@@ -247,6 +248,19 @@ def test_an_audit_is_not_touched_unless_asked(audited):
     with pytest.raises(PlanError, match=r"different plan.*--out.*--overwrite"):
         opened(audited, "g", resume=True)
     assert tree(audited) == before
+
+
+def test_an_audit_goes_on_with_the_metrics_that_it_began_with(audited):
+    """LPIPS may be measured on one machine and not on another: they are not mixed."""
+    more = replace(PLAN, audit=replace(PLAN.audit, metrics=("psnr", "lpips")))
+    with pytest.raises(
+        PlanError,
+        match=r"It measures psnr, affine-psnr, ssim, mse, this plan here measures psnr, lpips; "
+        r"LPIPS is measured where its file of weights is found: name another folder",
+    ):
+        opened(audited, "g", resume=True, plan=more)
+    with pytest.raises(PlanError, match=r"another version\): name"):
+        opened(audited, "g", resume=True)
 
 
 def test_overwrite_replaces_the_audit_with_its_first_trial_and_not_before(audited):

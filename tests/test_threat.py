@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from leakgauge.attacks import Analytic
 from leakgauge.attacks.active import RobbingTheFed
 from leakgauge.errors import InputError, PlanError, Withheld
+from leakgauge.files import some
 from leakgauge.fl import Scenario, simulate
 from leakgauge.fl.local import train
 from leakgauge.records import Images
 from leakgauge.tensors import parameters
-from leakgauge.threat import KNOWLEDGE, check, covered, granted, holds, observe, realism
+from leakgauge.threat import KNOWLEDGE, behind, check, covered, granted, holds, observe, realism
 from leakgauge.types import (
     Actor,
     Batch,
@@ -40,7 +41,7 @@ SEEN = [item for item in get_args(Knowledge) if item != "public"]  # public is n
 SUBSETS = [
     frozenset(s) for s in chain.from_iterable(combinations(SEEN, n) for n in range(len(SEEN) + 1))
 ]
-TRUTHS = {"labels", "statistics"}  # grants that are part of the truth
+TRUTHS = {"labels", "statistics", "clients"}  # grants that are part of the truth
 
 
 class Touched(Exception):
@@ -119,6 +120,9 @@ def test_a_field_is_none_exactly_when_it_is_withheld(played, actor, grants):
     assert (seen.records is None) == ("records" not in grants)
     assert (seen.labels is None) == ("labels" not in grants)
     assert (seen.own is None) == (actor != "client")
+    assert (seen.own_update is None) == (actor != "client")
+    assert (seen.share is None) == (actor != "client" or "records" not in grants)
+    assert (seen.clients is None) == ("clients" not in grants)
     assert (seen.weights is None) == (actor == "eavesdropper" and "weights" not in grants)
     tensors = seen.model.state_dict().values()
     assert all(value.is_meta == (seen.weights is None) for value in tensors)
@@ -141,13 +145,17 @@ def test_what_is_granted_is_what_happened(played):
         batch_size = clients * played.training.batch_size
         assert seen.training == replace(played.training, batch_size=batch_size)
         assert (seen.record.shape, seen.task.count) == ((3, 8, 8), 4)
-        judged = covered(played, threat)
-        assert len(judged) == records
-        assert torch.equal(judged.labels, labels)
+        whole, judged = behind(played, threat), covered(played, threat)
+        assert torch.equal(whole.labels, labels)
         if threat.actor in ("server", "eavesdropper"):
             assert torch.equal(judged.inputs, played.truths[threat.client].inputs)
+        elif threat.actor == "client":  # never on its own records
+            assert torch.equal(judged.inputs, played.truths[0].inputs)
+            assert torch.equal(judged.labels, first)
         else:
             assert torch.equal(judged.inputs, torch.cat([t.inputs for t in played.truths]))
+        if threat.actor != "client":
+            assert torch.equal(judged.labels, labels)
 
 
 def test_each_actor_sees_its_own_view_of_the_update(played):
@@ -165,6 +173,95 @@ def test_each_actor_sees_its_own_view_of_the_update(played):
         for name, value in mean.items():
             assert torch.equal(seen.update[name], before[name] - played.after[name])
             torch.testing.assert_close(seen.update[name], 2 * value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_client_that_knows_the_training_undoes_the_step_of_the_server(played):
+    played = replace(played, server_lr=2.0)
+    mean = {n: 0.25 * u + 0.75 * played.updates[1][n] for n, u in played.updates[0].items()}
+    told = observe(played, ThreatModel("client"))
+    raw = observe(played, ThreatModel("client", frozenset({"records"})))
+    for name, value in mean.items():
+        torch.testing.assert_close(told.update[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(raw.update[name], 2 * value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("client", [0, 1])
+def test_a_client_knows_its_own_part_of_the_update(played, client):
+    """What it sent, and its weight where the number of records tells it."""
+    seen = observe(played, ThreatModel("client", client=client))
+    assert seen.share == (0.25, 0.75)[client]
+    own = played.updates[client]
+    assert all(torch.equal(seen.own_update[n], own[n]) for n in own)
+    equal = replace(played, weights=(0.5, 0.5))
+    assert observe(equal, ThreatModel("client", client=client)).share is None
+
+
+def test_a_client_that_does_not_know_the_number_of_records_is_not_told_it_by_the_batch(played):
+    local = replace(played, training=LocalTraining(batch_size=1, lr=0.5))
+    seen = observe(local, ThreatModel("client", frozenset({"training"})))
+    assert seen.records is None
+    assert seen.training == local.training
+
+
+def test_a_client_alone_in_its_round_is_refused(played):
+    lonely = replace(played, updates=played.updates[:1], truths=played.truths[:1])
+    for look in (observe, covered):
+        with pytest.raises(PlanError, match=r"the only client of the round.*at least 2 clients"):
+            look(lonely, ThreatModel("client"))
+
+
+def test_clients_are_weights_and_labels_of_each(played):
+    grants = frozenset({"clients"})
+    for actor in ("aggregate", "client"):
+        found = observe(played, ThreatModel(actor, grants)).clients
+        assert [weight for weight, _ in found] == [0.25, 0.75]
+        for (_, labels), truth in zip(found, played.truths, strict=True):
+            assert torch.equal(labels, truth.labels)
+    ((weight, labels),) = observe(played, ThreatModel("server", grants, client=1)).clients
+    assert weight == 1
+    assert torch.equal(labels, played.truths[1].labels)
+
+
+# --- several rounds ----------------------------------------------------------------------------
+
+
+def federation(rng: torch.Generator, **options: object) -> Scenario:
+    data = Dataset("d", torch.rand(24, 1, 4, 4, generator=rng), torch.arange(24) % 2, ("a", "b"))
+    return Scenario(
+        lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)),
+        data,
+        LocalTraining(batch_size=4, lr=0.1),
+        clients=3,
+        **options,
+    )
+
+
+def test_several_rounds_are_those_just_before(rng: torch.Generator) -> None:
+    state = rng.get_state()
+    round_ = simulate(federation(rng, rounds=3), rng, keep=2)
+    assert [one.index for one in round_.earlier] == [1, 2]
+    seen = observe(round_, ThreatModel("client", client=1, rounds=2))
+    (before,) = seen.earlier
+    assert (before.round, seen.round) == (2, 3)
+    for name, value in before.model.named_parameters():  # one update leads to the next model
+        torch.testing.assert_close(
+            value - before.update[name], seen.model.get_parameter(name), rtol=1e-4, atol=1e-6
+        )
+    assert torch.equal(before.own.inputs, round_.earlier[-1].truths[1].inputs)
+    assert not before.earlier
+    rng.set_state(state)
+    alone = simulate(federation(rng, rounds=3), rng)  # keeping rounds changes none
+    assert not alone.earlier
+    assert all(torch.equal(value, round_.after[name]) for name, value in alone.after.items())
+    assert not observe(alone, ThreatModel("client")).earlier
+
+
+def test_rounds_that_were_not_kept_cannot_be_seen(rng: torch.Generator) -> None:
+    round_ = simulate(federation(rng, rounds=1), rng)
+    with pytest.raises(PlanError, match=r"threat.rounds is 2, but 0 rounds .* keep=1"):
+        observe(round_, ThreatModel("client", rounds=2))
+    with pytest.raises(PlanError, match=r"threat.rounds is 0: expected 1 or more"):
+        observe(round_, ThreatModel("client", rounds=0))
 
 
 # --- without truths ----------------------------------------------------------------------------
@@ -201,7 +298,7 @@ def test_nothing_of_an_unknown_truth_can_be_granted(captured, actor, grants):
     with pytest.raises(Withheld) as refused:
         observe(captured, ThreatModel(actor, grants))
     assert str(refused.value) == (
-        f"nobody knows the truth behind these updates, so {', '.join(missing)} cannot be granted: "
+        f"nobody knows the truth behind these updates, so {some(missing)} cannot be granted: "
         "leave it out of threat.grants, choose another threat.actor, or record the truths"
     )
 
@@ -217,6 +314,7 @@ def handed_over(seen: Observation) -> list[Tensor]:
     tensors = [*seen.update.values(), *seen.model.parameters(), *seen.model.buffers()]
     tensors += [seen.labels] if seen.labels is not None else []
     tensors += [t for pair in (seen.statistics or {}).values() for t in pair]
+    tensors += [*(seen.own_update or {}).values(), *(labels for _, labels in seen.clients or ())]
     return tensors + ([seen.own.inputs, seen.own.labels] if seen.own else [])
 
 
@@ -233,7 +331,7 @@ def test_nothing_handed_over_leads_back(played, actor):
     played = replace(played, updates=graphs, after={n: a * leaf for n, a in played.after.items()})
     for p in played.model.parameters():
         p.grad = torch.ones_like(p)
-    seen = observe(played, ThreatModel(actor, frozenset({"labels", "statistics"})))
+    seen = observe(played, ThreatModel(actor, frozenset(TRUTHS)))
     assert all(t.grad_fn is None for pair in seen.statistics.values() for t in pair)
     assert all(u.grad_fn is None and not u.requires_grad for u in seen.update.values())
     assert all(p.grad is None for p in seen.model.parameters())
@@ -402,6 +500,7 @@ def test_realism_says_what_was_given() -> None:
         assert realism(ThreatModel("eavesdropper", frozenset({"records", more}))) == "informed"
     assert realism(ThreatModel("server", protocol | {"labels"})) == "oracle"
     assert realism(ThreatModel("server", protocol | {"statistics"})) == "oracle"
+    assert realism(ThreatModel("client", protocol | {"clients"})) == "oracle"
 
 
 @pytest.mark.parametrize("actor", ["server", "aggregate"])
@@ -426,7 +525,7 @@ def test_statistics_are_those_of_what_enters_the_batch_norm(played, actor, mode)
     seen = observe(replace(played, setting=scaled, training=training), threat)
     assert list(seen.statistics) == ["norm"]
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (record.mean, record.std))
-    entered = played.model.conv((covered(played, threat).inputs - mean) / std).detach()
+    entered = played.model.conv((behind(played, threat).inputs - mean) / std).detach()
     average, variance = seen.statistics["norm"]
     torch.testing.assert_close(average, entered.mean((0, 2, 3)))
     torch.testing.assert_close(variance, entered.var((0, 2, 3), correction=0))

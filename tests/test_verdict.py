@@ -34,7 +34,7 @@ from leakgauge.audit.results import (
 )
 from leakgauge.audit.schema import SCHEMA
 from leakgauge.audit.summary import derived, explain, summarise
-from leakgauge.audit.verdict import beyond, leaking, measurements, weigh, wilson
+from leakgauge.audit.verdict import beyond, leaking, measurements, recognised, weigh, wilson
 from leakgauge.defences import Clip
 from leakgauge.errors import NotApplicable, PlanError
 from leakgauge.fl import Scenario
@@ -247,7 +247,7 @@ SUSPECT: dict[str, tuple[Found, Score]] = {
     "cut short": (replace(SOUND, stopped="time", iterations=5), scored()),
     "labels below baseline": (SOUND, scored(accuracy=0.1)),
     "equals the prior": (SOUND, scored((11.2, 12.1))),
-    "restored": (SOUND, replace(scored(), prior_only={"psnr": (7.0, 9.0)})),
+    "invented": (SOUND, replace(scored(), prior_only={"psnr": (7.0, 9.0)})),
 }
 
 
@@ -265,6 +265,18 @@ def test_each_check_speaks_for_itself_alone(name: str) -> None:
     found, score = SUSPECT[name]
     (said,) = caveats(found, score)
     assert said == (OF_FOUND[name](found) if name in OF_FOUND else OF_SCORE[name](score))
+
+
+def test_what_a_prior_adds_is_said_with_what_it_is_worth() -> None:
+    prior = replace(scored(), prior_only={"psnr": (7.0, 9.0)})
+    assert OF_SCORE["invented"](prior) == "a generative prior can add detail that no record had"
+    raw = replace(prior, raw={"psnr": (20.4, 22.4)})
+    assert OF_SCORE["invented"](raw) == "the restorer can add detail that no record had"
+    worse = replace(raw, raw={"psnr": (21.0, 24.0)}, prior_only={"psnr": (20.0, 22.0)})
+    assert OF_SCORE["invented"](worse) == (
+        "the restorer can add detail that no record had; the picture is no closer than one made "
+        "without the update; the raw guess was closer"
+    )
 
 
 def test_a_search_that_time_ended_is_said_with_its_iterations() -> None:
@@ -294,6 +306,41 @@ def test_a_record_leaks_above_the_limit_and_above_its_own_baseline() -> None:
     assert leaking(score, PSNR, 15.0) == [False, True, False, False]
 
 
+def test_what_the_prior_shows_as_well_was_not_read_from_the_update() -> None:
+    base = {"psnr": (5.0,) * 4}
+    score = Score(4, {"psnr": (20.0,) * 4}, base, base, 0.1, None)
+    unread = replace(score, prior_only={"psnr": (17.1, 17.0, 30.0, 6.0)})
+    assert leaking(score, PSNR, 15.0) == [True] * 4
+    assert leaking(unread, PSNR, 15.0) == [False, True, False, True]
+
+
+def test_who_restores_holds_the_raw_picture_too() -> None:
+    """A restorer that takes detail away, or whose prior is as close, hides no leak."""
+    base = {"psnr": (5.0, 5.0, 13.0, 5.0)}
+    score = Score(4, {"psnr": (9.0, 20.0, 20.0, 20.0)}, base, base, 0.1, None)
+    score = replace(score, raw={"psnr": (15.0, 15.0, 15.9, 14.9)}, prior_only={"psnr": (18.0,) * 4})
+    assert leaking(score, PSNR, 15.0) == [True, True, False, False]
+
+
+def test_a_record_is_recognised_where_the_prior_alone_does_not_suffice() -> None:
+    base = {"psnr": (5.0,) * 4}
+    score = Score(4, base | {"identified": (1.0, 1.0, 0.0, 0.0)}, base, base, 0.1, None)
+    assert recognised(score) == [True, True, False, False]
+    unread = replace(score, prior_only=base | {"identified": (0.0, 1.0, 1.0, 0.0)})
+    assert recognised(unread) == [True, False, False, False]
+    assert recognised(replace(unread, prior_only=base)) == [True, True, False, False]  # schema 5
+    raw = replace(unread, raw=base | {"identified": (0.0, 0.0, 0.0, 1.0)})
+    assert recognised(raw) == [True, False, False, True]
+    limit, metrics = Limit(), measurements({"psnr": METRICS["psnr"]}, Limit())
+    trial = replace(BROKEN, score=raw)
+    (row,) = summarise([trial], limit, metrics)
+    assert (row.measured.leaks["found"].share, row.measured.leaks["found"].chance) == (0.5, 0.2)
+    assert row.measured.identified == 0.1
+    assert row.measured.scores["identified"].mean == 0.5
+    assert row.measured.prior_only["identified"].mean == 0.5
+    assert row.measured.raw["identified"].mean == 0.25
+
+
 def test_a_record_leaks_below_the_limit_of_a_metric_whose_lower_scores_are_closer() -> None:
     base = {"blur": (0.5, 0.5, 0.1, 0.2)}
     score = Score(4, {"blur": (0.3, 0.2, 0.1, 0.15)}, base, base, 0.1, None)
@@ -301,6 +348,8 @@ def test_a_record_leaks_below_the_limit_of_a_metric_whose_lower_scores_are_close
     # too far, at the limit, no closer than the mean image, closer
     assert leaking(score, blur, 0.2) == [False, True, False, True]
     assert leaking(score, replace(blur, margin=0.1), 0.2) == [False, True, False, False]
+    unread = replace(score, prior_only={"blur": (0.9, 0.1, 0.9, 0.16)})
+    assert leaking(unread, blur, 0.2) == [False, False, False, True]
 
 
 def test_a_share_counts_beyond_guessing() -> None:

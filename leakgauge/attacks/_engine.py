@@ -33,7 +33,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,6 +91,30 @@ class Trust:
 
     def due(self, dtype: torch.dtype) -> bool:
         return dtype not in self.rungs or self.derivatives % RECHECK == 0
+
+
+class Replay(Protocol):
+    """Plays the training behind an update on candidates: what a search asks for. `target` is what
+    was observed, `unit` what makes an update a gradient; `values` counts those of all candidates.
+    """
+
+    names: list[str]
+    target: list[Tensor]
+    unit: float
+    values: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def notes(self) -> list[str]: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def differed(self) -> float | None: ...
+
+    def slope(self, inputs: Tensor, labels: Tensor, distance: Distance) -> Slope: ...
 
 
 class Engine:
@@ -223,7 +247,7 @@ class Engine:
         trust, note, least = self._trust, "", 0.0
         v: list[Tensor] = []
         slope = self._by(self._mode, self._stride, inputs, labels, _noting(distance, v))
-        exact, held = slope, _held(v)
+        exact, held = slope, held_to(v)
         if self._mode != "exact":
             exact = replace(self._exact(inputs, labels, held, replay=True), value=slope.value)
             errors = [relative_error(slope.inputs, exact.inputs)]
@@ -504,7 +528,7 @@ def _noting(distance: Distance, kept: list[Tensor]) -> Distance:
     return noted
 
 
-def _held(v: list[Tensor]) -> Distance:
+def held_to(v: list[Tensor]) -> Distance:
     """A distance with this slope everywhere. A check compares derivatives of the same ⟨v, g'⟩ with
     the same ReLUs on: the slope of an L1 distance and that of a ReLU jump where two precisions
     differ in a last bit, and neither is wrong."""

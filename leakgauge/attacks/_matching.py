@@ -17,7 +17,7 @@ from typing import Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._engine import Engine, Mode, Trust
+from leakgauge.attacks._engine import Engine, Mode, Replay, Trust
 from leakgauge.attacks._labels import LabelRule, knowledge
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._objectives import Distance
@@ -170,7 +170,7 @@ class _Point:
 class _Problem:
     """One restart: the objective of its free variables, with the best point met so far."""
 
-    engine: Engine
+    engine: Replay
     distance: Distance | Phases
     labels: Tensor | None
     priors: tuple[Prior, ...]
@@ -180,11 +180,13 @@ class _Problem:
     total: int
     patience: int | None
     report: Callable[[float], None]
+    keep: bool = False  # the free variables of the best point, too
 
     def __post_init__(self) -> None:
         self.best = math.inf
         self.best_distance = math.inf
         self.best_inputs, self.best_labels = (t.clone() for t in self._decode(self.free))
+        self.best_free = [f.clone() for f in self.free] if self.keep else []
         self.history: list[float] = []
         self.distances: list[float] = []
         self.phase: Distance | None = None
@@ -236,6 +238,7 @@ class _Problem:
         if here.objective < self.best:
             self.best, self.best_distance = here.objective, here.distance
             self.best_inputs, self.best_labels = here.inputs.clone(), here.labels.clone()
+            self.best_free = [f.clone() for f in self.free] if self.keep else []
         self.report(here.objective)
         if self.patience is not None:
             self._wait(self.patience)
@@ -269,6 +272,8 @@ def match(
     patience: int | None = None,
     errors: Tensor | None = None,
     trust: Trust | None = None,
+    replay: Replay | None = None,
+    variables: list[Tensor] | None = None,
 ) -> Reconstruction:
     """Candidates whose gradient matches what was observed.
 
@@ -277,7 +282,9 @@ def match(
     them the attacker's own earlier guess is taken (`seen.begin`), if it holds one. They are for the
     first restart: the others start as the search does, and no random number is another with them
     than without. `errors` are ∂L/∂logits of the candidates, see `Engine`. An attack of several
-    searches on one update gives them all the same `trust`: the derivative is checked once.
+    searches on one update gives them all the same `trust`: the derivative is checked once. `replay`
+    is what plays the training on candidates, where that is not one client's on one update. A list
+    given as `variables` receives the free variables of the guess, for a stage in another space.
     """
     training, records = told(seen, "gradient matching")
     iterations, restarts = search.iterations, search.restarts
@@ -297,7 +304,7 @@ def match(
     if begin is not None:
         _check_begin(begin, shape, space)
         begin = begin.clamp(0, 1)
-    engine = Engine(
+    engine = replay or Engine(
         seen,
         training,
         records,
@@ -344,6 +351,7 @@ def match(
             total=iterations,
             patience=patience,
             report=report,
+            keep=variables is not None,
         )
         found.append(problem)
         try:
@@ -367,6 +375,8 @@ def match(
     # A restart that the budget cut short in an earlier phase is not comparable: it comes last.
     best = min(found, key=lambda p: (-p.phases, p.best))
     guessed = best.best_labels
+    if variables is not None:
+        variables[:] = [f.float().cpu() for f in best.best_free]
     return Reconstruction(
         inputs=best.best_inputs.clamp(0, 1).float().cpu(),
         labels=(guessed.argmax(1) if guessed.is_floating_point() else guessed).cpu(),
@@ -383,7 +393,7 @@ def match(
     )
 
 
-def _left(update: Sequence[Tensor], answer: Answer, engine: Engine) -> list[Tensor]:
+def _left(update: Sequence[Tensor], answer: Answer, engine: Replay) -> list[Tensor]:
     """What a defence leaves of an update, both in units of a gradient."""
     if answer.through is None:
         return list(update)
@@ -395,7 +405,7 @@ def _left(update: Sequence[Tensor], answer: Answer, engine: Engine) -> list[Tens
 def _smooth(
     distance: Distance | Phases,
     answer: Answer,
-    engine: Engine,
+    engine: Replay,
     priors: tuple[Prior, ...],
     rng: torch.Generator,
 ) -> tuple[Prior, ...]:
@@ -417,7 +427,7 @@ def _smooth(
 
 
 def through_defence(
-    distance: Distance | Phases, answer: Answer, engine: Engine
+    distance: Distance | Phases, answer: Answer, engine: Replay
 ) -> Distance | Phases:
     """The distance as an attacker takes it who knows the defence: between what that leaves of a
     candidate's update and what it left of the true one."""

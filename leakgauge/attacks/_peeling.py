@@ -7,16 +7,17 @@ sees, t, solves linear equations for the whole batch:
     affine(t_n) = a_n     wherever a known ReLU output a above it is active
 
 Where the gradients alone determine a layer, one Cholesky factor solves them for all its channels,
-elsewhere conjugate gradients do; all in double precision. A ReLU output is non-negative, so that
-equations that leave it open announce themselves by negative entries. From there on each image is
-found alone, by its own activations: `invert`.
+elsewhere conjugate gradients do; all in double precision. Behind batch norms in train mode the
+statistics of the batch are unknown too: they follow from each solution, and the next from them. A
+ReLU output is non-negative, so that equations that leave it open announce themselves by negative
+entries. From there on each image is found alone, by its own activations: `invert`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -47,6 +48,10 @@ RESIDUAL = 1e-4  # and its equations unsatisfied by this share
 ROUGH = 0.03  # both for several steps, of which all but the first had other weights
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
+SPARE_JOINED = 1.3  # and where they do, behind batch norms in train mode, all together
+JOINED_ROUNDS = 25  # times that statistics follow from such a solution
+JOINED_STEPS = 40  # of conjugate gradients in each
+JOINED_FALLS = 0.7  # times the residual of the round before, at most
 RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
 NORM_ROUNDS = 150  # times that a batch norm's statistics follow from what was solved with them
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
@@ -89,6 +94,10 @@ class Watch:
 
 Equation: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
 """An affine function of the unknown activations, and what it must give."""
+
+
+Solution: TypeAlias = tuple[Tensor, float, dict[fx.Node, Tensor]]
+"""Activations, the residual of their equations, and what the gradient of each layer lacks."""
 
 
 @dataclass
@@ -192,10 +201,16 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
         none = torch.zeros(rows.signal.shape[1], dtype=torch.bool)
         spoilt[rows.layer] = _few(done.unsure.get(above, none) if above else none)
     counted = _counted(done, node, every)
-    direct = counted is not None and counted > (SPARE_FORWARD if forward else SPARE)
-    if trace.norms and not direct:
-        return None
-    if counted is not None and counted < 1 and not forward:
+    joined = _joined(done, node, every)
+    direct = counted is not None and counted > (SPARE_FORWARD if forward or joined else SPARE)
+    if trace.norms and not direct and not joined:
+        if counted is None or not every:
+            return None
+        raise NotApplicable(
+            f"its gradients give {counted:.2f} equations for each of its unknowns, too few also "
+            "with what the activations above tell in one step"
+        )
+    if counted is not None and counted < 1 and not forward and not joined:
         raise NotApplicable(
             f"its gradients give {counted:.2f} equations for each of its unknowns, and no known "
             "activation looks at it alone"
@@ -208,6 +223,8 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
         good = {layer: ~rows for layer, rows in spoilt.items()}
         if direct:
             value, residual, left = _by_channel(done, node, systems, good)
+        elif joined:
+            value, residual, left = joined.solved(good)
         else:
             equations = forward + [
                 _gradient_equation(done, node, r.layer, r.signal, good[r.layer]) for r in every
@@ -283,7 +300,7 @@ def _counted(done: Peeled, node: fx.Node, every: list[Rows]) -> float | None:
 
 def _by_channel(
     done: Peeled, node: fx.Node, systems: list[_System], good: dict[fx.Node, Tensor]
-) -> tuple[Tensor, float, dict[fx.Node, Tensor]]:
+) -> Solution:
     """The activations of `node` by least squares, the same small matrix for all its channels; the
     residual, and what the gradients lack.
 
@@ -354,16 +371,19 @@ class _System:
             self.normal = torch.zeros_like(self.signal)  # û
             sizes = layer.weight.detach().flatten(1).norm(dim=1)
             self.sigma = sizes[:, None].expand(-1, self.signal.shape[1]).clone()
-            self._behind()
+            self.behind()
 
-    def _behind(self) -> None:
+    def gamma(self) -> Tensor:
+        """The weights of the batch norm, as they stand."""
+        weight = self.norm.weight
+        return torch.ones_like(self.sigma[:, 0]) if weight is None else weight.detach().clone()
+
+    def behind(self) -> None:
         """The signals at the layer itself, from those behind its batch norm."""
         found = torch.zeros_like(self.signal)
         for step, weights in self.done.steps:
             with self.done.trace.holding(weights):
-                gamma = torch.ones_like(self.sigma[:, 0])
-                if self.norm.weight is not None:
-                    gamma = self.norm.weight.detach().clone()
+                gamma = self.gamma()
             signal, normal = self.signal[:, step], self.normal[:, step]
             signal = signal - signal.mean((1, 2), keepdim=True)
             signal = signal - normal * (signal * normal).mean((1, 2), keepdim=True)
@@ -421,17 +441,41 @@ class _System:
         normal, sigma = torch.zeros_like(before), torch.zeros_like(self.sigma)
         for step, weights in self.done.steps:
             with self.done.trace.holding(weights):
-                out = self.done.trace.affine(self.rows.layer, {node: value[step]}, {})
-            out = out.transpose(0, 1)
-            out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
-            out = out - out.mean((1, 2), keepdim=True)
+                out = self.centred(node, value[step])
             deviation = (out.square().mean((1, 2)) + self.norm.eps).sqrt()
             normal[:, step] = out / deviation[:, None, None]
             sigma[:, step] = deviation[:, None].expand(-1, len(step))
         self.normal, self.sigma = normal, sigma
-        self._behind()
+        self.behind()
         self._learn(value)
         return float((normal - before).norm() / normal.norm())
+
+    def centred(self, node: fx.Node, value: Tensor) -> Tensor:
+        """What the layer puts out of this value of the node, less its mean: (outputs, N, …)."""
+        out: Tensor = self.done.trace.affine(self.rows.layer, {node: value}, {})
+        out = out.transpose(0, 1)
+        out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
+        return out - out.mean((1, 2), keepdim=True)
+
+    def weight_gradient(self, node: fx.Node, value: Tensor, signal: Tensor) -> Tensor:
+        """The gradient (outputs, channels, offsets) that signals (outputs, N, positions) give."""
+        layer = self.done.trace.layer(self.rows.layer)
+        seen = self.done.entering(self.rows.layer, node, value)
+        given = signal.transpose(0, 1)
+        flat = isinstance(layer, nn.Linear)
+        given = given[:, :, 0] if flat else given.reshape(*given.shape[:2], *self.places)
+        return _weight_gradient(layer, seen, given).reshape(len(signal), -1, self.seen.shape[1])
+
+    def energy(self, slope: Tensor) -> Tensor:
+        """The mean square over channels with which each pixel enters the layer's outputs, each of
+        them by its slope, added up."""
+        weight = self.done.trace.layer(self.rows.layer).weight.detach()
+        weight = weight.reshape(len(weight), -1, self.seen.shape[1]) * slope[:, None, None]
+        each = weight.square().sum(0).mean(0)  # by offset
+        found = each.new_zeros(self.pixels + 1)
+        for offset, amount in enumerate(each.tolist()):
+            found += amount * torch.bincount(self.seen[:, offset], minlength=self.pixels + 1)
+        return found[1:]
 
     def _learn(self, value: Tensor) -> None:
         """Tell the path what each step added to the gradients of the layer and its norm."""
@@ -470,6 +514,232 @@ class _System:
     def lack(self, value: Tensor) -> Tensor:
         """What the layer's gradient lacks when its input (N, channels, pixels) is this."""
         return self.observed - self._gradient(self.at_layer, value)
+
+
+@dataclass
+class _Told:
+    """What the activation behind a layer's batch norm tells of that: `value`, what the norm put
+    out less its bias, where it is `active`; both (outputs, N, positions). The equations are linear
+    in the layer's input t and in the share s by which σ differs from what it was taken for."""
+
+    system: _System
+    value: Tensor
+    active: Tensor
+
+    def __post_init__(self) -> None:
+        """û is told where the activation is active, elsewhere it begins with what makes its sum
+        zero."""
+        self._hold(torch.zeros_like(self.value))
+        rest = self.system.normal.sum((1, 2)) / (1 - self.active).sum((1, 2)).clamp_min(1.0)
+        self._hold(-rest[:, None, None].expand_as(self.value))
+
+    def _hold(self, elsewhere: Tensor) -> None:
+        gamma = self.system.gamma()[:, None, None]
+        told = torch.where(gamma.abs() > 1e-6, self.value / gamma, 0.0)
+        self.system.normal = torch.where(self.active > 0, told, elsewhere)
+        self.system.behind()
+
+    def follow(self, node: fx.Node, value: Tensor) -> float:
+        moved = self.system.follow(node, value)
+        self._hold(self.system.normal)
+        return moved
+
+    def prepare(self) -> None:
+        """For one solution: γ/σ, and signals that are mixed as in `_gradient_equation`."""
+        system = self.system
+        self.slope = system.gamma() / system.sigma[:, 0]
+        signal = system.at_layer[system.good]
+        self.mix = _whitening(signal.flatten(1))
+        self.signal = torch.einsum("kc,cnp->knp", self.mix, signal)
+        self.mixed = torch.einsum("kc,cij->kij", self.mix, system.observed[system.good])
+        self.sizes = [1 / float(v.norm().clamp_min(1e-30)) for v in (self.value, self.mixed)]
+
+    def equations(self, node: fx.Node, t: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """γ/σ·(u − ū) − (1 + s)·e and Σ t ⋆ δ − (1 + s)·G, each by the size of what is known."""
+        system, factor = self.system, (1 + share)[:, None, None]
+        above = self.slope[:, None, None] * system.centred(node, t) - factor * self.value
+        gradient = torch.einsum("kc,cij->kij", self.mix, (factor * system.observed)[system.good])
+        own = system.weight_gradient(node, t, self.signal)
+        return self.sizes[0] * self.active * above, self.sizes[1] * (own - gradient)
+
+    def squares(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Their normal matrix, roughly: of a channel of t by the gradients, (N·pixels)², by the
+        activations, (pixels), and of s."""
+        system, (above, below) = self.system, (size**2 for size in self.sizes)
+        gradients = below * system.normal_matrix(self.signal)
+        activations = above * float(self.active.mean()) * system.energy(self.slope)
+        share = above * self.value.square().sum((1, 2))
+        observed = system.observed[system.good].square().sum((1, 2))
+        share[system.good] += below * self.mix.square().sum(0) * observed
+        return gradients, activations, share
+
+
+class _Joined:
+    """The equations of the gradients and of the activations above together, in one local step with
+    batch norms in train mode. Behind a layer that puts out u = W·t a known activation tells
+
+        γ/σ·(u − ū) = e     where it is active; e is what the norm put out there, less its bias,
+
+    so that û = e/γ there. Elsewhere û follows from each solution, as σ does.
+    """
+
+    def __init__(
+        self, done: Peeled, node: fx.Node, told: list[_Told], skips: list[Equation]
+    ) -> None:
+        self.done, self.node, self.told = done, node, told
+        self.skips = [(one, 1 / float(one[1].norm().clamp_min(1e-30))) for one in skips]
+        self.value = done.start.maps.new_zeros(len(done.start.maps), *done.trace.shape[node])
+        self.pixels = told[0].system.pixels
+
+    def solved(self, good: dict[fx.Node, Tensor]) -> Solution:
+        """The activations of the node, the residual, and what the gradients lack."""
+        systems = [one.system for one in self.told]
+        for system in systems:
+            system.good = good[system.rows.layer]
+        null = [] if self.skips else _unseen(systems, len(self.value))
+        residual = math.inf
+        for _ in range(JOINED_ROUNDS):
+            before = residual
+            value, residual = self._round()
+            value = _grounded(self._flat(value), null).reshape(value.shape)
+            if not self.skips:  # its size is not told
+                value = _sized(self.done, self.node, value)
+            self.value = value
+            moved = max(one.follow(self.node, value) for one in self.told)
+            if moved < NORM_SOLVED or residual > JOINED_FALLS * before:
+                break
+        for system in systems:
+            system.sized(self._flat(self.value))
+        lacks = {system.rows.layer: system.lack(self._flat(self.value)) for system in systems}
+        kept = sum(float(lacks[s.rows.layer][s.good].square().sum()) for s in systems)
+        size = sum(float(s.observed[s.good].square().sum()) for s in systems)
+        return self.value, max(residual, (kept / size) ** 0.5), lacks
+
+    def _flat(self, value: Tensor) -> Tensor:
+        return value.reshape(len(value), -1, self.pixels)
+
+    def _round(self) -> tuple[Tensor, float]:
+        """The activations with the present û, and with σ up to a factor per channel: by conjugate
+        gradients, conditioned by the normal matrix of the gradients, which all channels share, and
+        the diagonal of that of the activations."""
+        shape, count = self.value.shape, self.value.numel()
+        for one in self.told:
+            one.prepare()
+        sizes = [len(one.value) for one in self.told]
+        squares = [one.squares() for one in self.told]
+        normal = torch.stack([gradients for gradients, _, _ in squares]).sum(0)
+        energy = torch.stack([activations for _, activations, _ in squares]).sum(0)
+        for (_, target), size in self.skips:
+            energy = energy + size**2 * float((target != 0).double().mean())
+        normal.diagonal().add_(energy.repeat(len(self.value)))
+        normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()))
+        factor = torch.linalg.cholesky(normal)
+        own = torch.cat([share for _, _, share in squares])
+        own = own.clamp_min(1e-12 * float(own.max()))
+
+        def function(z: Tensor) -> Tensor:
+            # Without skips all equations hold for any size of t: the mean of σ is left as it is.
+            t, shares = z[:count].view(shape), z[count:]
+            shares = shares if self.skips else shares - shares.mean()
+            found = [
+                part.flatten()
+                for one, share in zip(self.told, torch.split(shares, sizes), strict=True)
+                for part in one.equations(self.node, t, share)
+            ]
+            found += [size * (f(t) - target).flatten() for (f, target), size in self.skips]
+            return torch.cat(found)
+
+        def condition(z: Tensor) -> Tensor:
+            t = self._flat(z[:count].view(shape)).transpose(1, 2)
+            t = torch.cholesky_solve(t.reshape(len(factor), -1), factor)
+            t = t.view(len(self.value), self.pixels, -1).transpose(1, 2)
+            return torch.cat([t.reshape(-1), z[count:] / own])
+
+        begin = torch.cat([self.value.flatten(), torch.zeros_like(own)])
+        wanted = torch.zeros_like(function(begin))
+        found, residual = _solve([(function, wanted)], begin, JOINED_STEPS, condition)
+        return found[:count].view(shape), residual
+
+
+def _joined(done: Peeled, node: fx.Node, every: list[Rows]) -> _Joined | None:
+    """The equations of gradients and activations together, if there are enough of them."""
+    trace, counted = done.trace, _counted(done, node, every)
+    if not trace.norms or counted is None or len(done.start.steps) > 1:
+        return None
+    if not every or any(rows.norm is None for rows in every):
+        return None
+    told = [_told_of(done, rows) for rows in every]
+    skips = [above for above in _above(done, node) if not _normed(done, above)]
+    count = sum(float(active.sum()) for _, active in told)
+    count += sum(float((done.known[above] > 0).sum()) for above in skips)
+    count /= len(done.start.maps) * trace.shape[node].numel()
+    if not count or counted + count < SPARE_JOINED:
+        return None
+    systems = [_System(done, node, rows) for rows in every]
+    return _Joined(
+        done,
+        node,
+        [_Told(system, *one) for system, one in zip(systems, told, strict=True)],
+        [_forward_equation(done, node, above) for above in skips],
+    )
+
+
+def _told_of(done: Peeled, rows: Rows) -> tuple[Tensor, Tensor]:
+    """What a known activation tells of the batch norm behind a layer, and where: that norm alone
+    must be unknown of what enters it."""
+    trace, norm = done.trace, rows.norm
+    assert norm is not None
+    none = torch.zeros_like(rows.signal)
+    value, active = none, none
+    above = trace.activation_above(rows.layer)
+    if above in done.known and trace.kind[above] == "relu":
+        entering = above.all_input_nodes[0]
+        if _closed(trace, entering, done.known.keys() | {norm}):
+            rest = trace.affine(entering, {**done.known, norm: none}, {})
+            more = trace.affine(entering, {**done.known, norm: none + 1}, {})
+            if torch.allclose(more - rest, none + 1):
+                active = (done.known[above] > 0).to(none)
+                bias = getattr(trace.module.get_submodule(str(norm.target)), "bias", None)
+                offset = 0.0 if bias is None else bias.view(1, -1, *[1] * (none.dim() - 2))
+                value = active * (done.known[above] - rest - offset)
+    parts = [one.flatten(2) if one.dim() > 2 else one[:, :, None] for one in (value, active)]
+    return parts[0].transpose(0, 1), parts[1].transpose(0, 1)
+
+
+def _closed(trace: Trace, node: fx.Node, held: Set[fx.Node]) -> bool:
+    """Whether a node follows from those that are held."""
+    if node in held:
+        return True
+    return not trace.bent(node) and all(_closed(trace, n, held) for n in node.all_input_nodes)
+
+
+def _normed(done: Peeled, above: fx.Node) -> bool:
+    """Whether a batch norm in train mode stands between an activation and what is not known."""
+    trace, left = done.trace, list(above.all_input_nodes)
+    while left:
+        node = left.pop()
+        if node in trace.norms and not trace.sources[node] <= done.known.keys():
+            return True
+        if not trace.bent(node):
+            left.extend(node.all_input_nodes)
+    return False
+
+
+def _unseen(systems: list[_System], records: int) -> list[Tensor]:
+    """The pattern of pixels that no equation sees behind batch norms in train mode, the same in all
+    records: at every offset of every layer it is a constant."""
+    pixels = systems[0].pixels
+    square = torch.zeros(pixels, pixels, dtype=torch.float64)
+    for system in systems:
+        for pixel in system.seen.T:
+            views = nn.functional.one_hot(pixel, pixels + 1)[:, 1:].double()
+            views = views - views.mean(0)
+            square += views.T @ views
+    values, vectors = torch.linalg.eigh(square)
+    null = vectors[:, values < 1e-9 * float(values[-1])]
+    if null.shape[1] > 1:
+        raise NotApplicable("its equations leave more open than a constant per step")
+    return [null[:, 0].repeat(records)] if null.shape[1] else []
 
 
 def _evenly(numbers: Tensor) -> slice:
@@ -674,9 +944,7 @@ def _gradient_equation(
         # Weak ones, which rounding drowns, count less.
         target, signal = target[rows], signal[:, rows]
         flat = signal.flatten(2).transpose(0, 1).flatten(1) if signal.dim() > 2 else signal.T
-        values, vectors = torch.linalg.eigh(flat @ flat.T)
-        kept = values > 1e-14 * values[-1]
-        mix = (vectors[:, kept] / (values[kept] + WEAK**2 * values[-1]).sqrt()).T
+        mix = _whitening(flat)
         target = torch.einsum("kc,c...->k...", mix, target)
         signal = torch.einsum("kc,nc...->nk...", mix, signal)
 
@@ -686,15 +954,27 @@ def _gradient_equation(
     return weight_gradient, target
 
 
+def _whitening(signal: Tensor) -> Tensor:
+    """Combinations of a signal's rows that are orthogonal and of one size, but for weak ones."""
+    values, vectors = torch.linalg.eigh(signal @ signal.T)
+    kept = values > 1e-14 * values[-1]
+    mix: Tensor = (vectors[:, kept] / (values[kept] + WEAK**2 * values[-1]).sqrt()).T
+    return mix
+
+
 def _forward_equation(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
     target, told = done.trace.entered(above, done.known[above])
     return lambda value: done.entering(above, node, value) * told, target * told
 
 
 def _solve(
-    equations: list[Equation], begin: Tensor, iterations: int = 2000
+    equations: list[Equation],
+    begin: Tensor,
+    iterations: int = 2000,
+    condition: Callable[[Tensor], Tensor] = lambda slope: slope,
 ) -> tuple[Tensor, float]:
-    """Least squares by conjugate gradients, every equation on an equal footing."""
+    """Least squares by conjugate gradients, every equation on an equal footing. `condition` does
+    about what the inverse of their normal matrix does."""
     zero = torch.zeros_like(begin, dtype=torch.float64).requires_grad_()
     with torch.enable_grad():
         outputs = [function(zero) for function, _ in equations]
@@ -716,20 +996,23 @@ def _solve(
     value = begin
     left = [target * weight for target, weight in zip(targets, weights, strict=True)]
     size = sum(float(r.square().sum()) for r in left) ** 0.5
-    first = float(adjoint(left).square().sum())
+    slope = adjoint(left)
+    first = float((slope * condition(slope)).sum())
     left = [r - m for r, m in zip(left, forward(begin), strict=True)]
     slope = adjoint(left)
-    step, before = slope, float(slope.square().sum())
+    step = condition(slope)
+    before = float((slope * step).sum())
     for _ in range(iterations):
         moved = forward(step)
         length = before / sum(float(m.square().sum()) for m in moved)
         value = value + length * step
         left = [r - length * m for r, m in zip(left, moved, strict=True)]
         slope = adjoint(left)
-        after = float(slope.square().sum())
+        better = condition(slope)
+        after = float((slope * better).sum())
         if after < SOLVED**2 * first:
             break
-        step, before = slope + (after / before) * step, after
+        step, before = better + (after / before) * step, after
     residual = sum(float(r.square().sum()) for r in left) ** 0.5 / size
     return value, residual
 

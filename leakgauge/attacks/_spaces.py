@@ -23,7 +23,8 @@ SpaceName: TypeAlias = Literal["pixels", "low-resolution", "generator"]
 class Space(Protocol):
     """`boxed`: the free variables are images themselves, which belong in [0, 1]."""
 
-    boxed: ClassVar[bool]
+    @property
+    def boxed(self) -> bool: ...
 
     def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]: ...
 
@@ -117,15 +118,7 @@ class Generator:
         return [*free, normal(c, w, 3, 3, fan=9 * w), torch.zeros(c)]
 
     def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
-        leaves = [f.clone().requires_grad_() for f in free]
-        fit = torch.optim.Adam(leaves, lr=FIT_LR)
-        for _ in range(FIT_STEPS):
-            with torch.enable_grad():
-                off = F.mse_loss(self.decode(leaves, (images.shape[2], images.shape[3])), images)
-                for leaf, slope in zip(leaves, torch.autograd.grad(off, leaves), strict=True):
-                    leaf.grad = slope
-            fit.step()
-        return [leaf.detach() for leaf in leaves]
+        return fitted(self, images, free)
 
     def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
         code, first, *blocks, weight, bias = free
@@ -137,6 +130,64 @@ class Generator:
             x = F.group_norm(F.conv2d(x, kernel, padding=1), _groups(len(scale)), scale, shift)
             x = F.leaky_relu(x, 0.2)
         return F.conv2d(x, weight, bias, padding=1).sigmoid()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Images of another space beside others that are known and stay as they are. `order` says where
+    each stands: indices into the searched ones followed by the known ones."""
+
+    inner: Space
+    known: Tensor
+    order: Tensor
+
+    @property
+    def boxed(self) -> bool:
+        return self.inner.boxed
+
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
+        return self.inner.draw((shape[0] - len(self.known), *shape[1:]), start, rng)
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        back = self.order.argsort()[: len(images) - len(self.known)]
+        return self.inner.encode(images[back.to(images.device)], free)
+
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
+        searched = self.inner.decode(free, size)
+        every = torch.cat([searched, self.known.to(searched)])
+        return every[self.order.to(every.device)]
+
+
+@dataclass(frozen=True)
+class FixedCodes:
+    """The weights of a generator alone: its codes (N, latent) stay as they are given."""
+
+    generator: Generator
+    codes: Tensor
+    boxed: ClassVar[bool] = False
+
+    def draw(self, shape: Shape, start: Start, rng: torch.Generator) -> list[Tensor]:
+        return self.generator.draw(shape, start, rng)[1:]
+
+    def encode(self, images: Tensor, free: list[Tensor]) -> list[Tensor]:
+        return fitted(self, images, free)
+
+    def decode(self, free: list[Tensor], size: tuple[int, int]) -> Tensor:
+        return self.generator.decode([self.codes.to(free[0]), *free], size)
+
+
+def fitted(space: Space, images: Tensor, free: list[Tensor], lr: float = FIT_LR) -> list[Tensor]:
+    """Variables of a space that show these images as nearly as FIT_STEPS steps of Adam bring them
+    from drawn ones."""
+    leaves = [f.clone().requires_grad_() for f in free]
+    fit = torch.optim.Adam(leaves, lr=lr)
+    for _ in range(FIT_STEPS):
+        with torch.enable_grad():
+            off = F.mse_loss(space.decode(leaves, (images.shape[2], images.shape[3])), images)
+            for leaf, slope in zip(leaves, torch.autograd.grad(off, leaves), strict=True):
+                leaf.grad = slope
+        fit.step()
+    return [leaf.detach() for leaf in leaves]
 
 
 def _groups(channels: int) -> int:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class GuidedDiffusion:
     derivative: Mode = "auto"
     training: int = option(2000, count(100_000_000))  # steps of the prior, where none is named
     manipulates: ClassVar[bool] = False
-    public_alone: ClassVar[bool] = True
+    unaimed: ClassVar[Literal[True]] = True
 
     @property
     def needs(self) -> frozenset[Knowledge]:

@@ -201,7 +201,7 @@ def _nothing_judged(summary: Sequence[Row], not_run: Sequence[NotRun]) -> tuple[
         return (
             "every attacker of this audit was told truths that no real one would have; such "
             "numbers are an upper bound, not a verdict.",
-            "Take `labels` and `statistics` out of `threat.grants` and run the audit again.",
+            "Take `labels`, `statistics` and `clients` out of `threat.grants` and audit again.",
         )
     if summary and all(row.not_applicable == row.trials for row in summary):
         return (

@@ -19,9 +19,10 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakgauge import diagnostics, metrics, threat
+from leakgauge.attacks._own import apart
 from leakgauge.attacks.begun import Begun, parts
 from leakgauge.audit import captured, checks, images
 from leakgauge.audit.cases import Case, Work
@@ -50,6 +51,7 @@ from leakgauge.types import (
     Round,
     Scorer,
     Target,
+    Unaimed,
 )
 
 FINISHED = ".finished.safetensors"  # ends the name of what is prepared to the end
@@ -133,20 +135,21 @@ class Bench:
             guess = attack.reconstruct(held, rngs[-1], resources, rngs[:-1])
         else:
             guess = attack.reconstruct(held, rngs[-1], resources)
-        guess, prior = self._restored(case, held, guess)
+        guess = apart(guess, seen)  # a client is judged on what it found of others
+        guess, raw, prior = self._restored(case, held, guess)
         adapted = _words(held.answer, guess)
         if isinstance(attack, Learned) and self._passed(case, round_):
             adapted = LEARNED
         found = replace(found_by(guess, seen), adapted=adapted, prepared=self._shared)
         if not isinstance(round_, Round):
-            paths, files = images.drawn(case.id, None, guess.inputs, None)
+            paths, files = images.drawn(case.id, images.Panel(guess.inputs, None, raw, prior))
             return replace(found, images=paths), None, files
         truth = threat.covered(round_, who)
         rng = seeded(case.seed, "score")
-        score, paired = scored(self.plan, guess, truth, self.measures, rng, prior)
+        score, panel = scored(self.plan, guess, truth, self.measures, rng, raw, prior)
         if threat.manipulates(attack) and case.kind == "trial":
             found = self._guarded(case, round_, found)
-        paths, files = images.drawn(case.id, truth.inputs, paired, score.scores["psnr"])
+        paths, files = images.drawn(case.id, panel, score)
         caveats = checks.caveats(found, score)
         if said := captured.repeated(self.plan.captured, truth):
             caveats = (*caveats, said)
@@ -180,17 +183,20 @@ class Bench:
 
     def _restored(
         self, case: Case, seen: Observation, guess: Reconstruction
-    ) -> tuple[Reconstruction, Tensor | None]:
-        """The guess as the restorer of its attack makes it, and what is shown without the update:
-        what that makes of noise, or the attack's own prior."""
+    ) -> tuple[Reconstruction, Tensor | None, Tensor | None]:
+        """The guess as the restorer of its attack makes it, the raw one if that or the attack
+        itself restored it, and what is shown without the update: the attack's own prior, or what
+        the restorer makes of that prior or else of noise."""
         restorer = self.plan.restorers.get(case.attack)
         if restorer is None:
-            return guess, guess.prior
+            return guess, guess.raw, guess.prior
         rng = seeded(case.seed, "restore")
         better = restorer.restore(guess.inputs, seen.record, rng, guess.labels)
         noise = torch.rand(guess.inputs.shape, generator=rng)
-        alone = restorer.restore(noise, seen.record, rng, guess.labels)
-        return replace(guess, inputs=better), alone
+        unread = noise if guess.prior is None else guess.prior
+        alone = restorer.restore(unread, seen.record, rng, guess.labels)
+        raw = guess.inputs if guess.raw is None else guess.raw
+        return replace(guess, inputs=better), raw, alone
 
     def _played(
         self,
@@ -216,8 +222,11 @@ class Bench:
 
     def _aim(self, case: Case, attack: PreparedAttack, round_: Exchange) -> Target:
         """What it prepares with. Who does not learn from updates is given none, and prepares the
-        same under every defence."""
+        same under every defence; who needs no model is given none, and prepares once."""
         public = self.plan.public if len(self.plan.public) else None
+        if isinstance(attack, Unaimed):
+            nothing = replace(round_.setting, model=nn.Identity())
+            return Target(nothing, training=None, records=1, public=public)
         adaptive = self.plan.document.audit.adaptive
         aim = threat.before(round_, case.threat(self.plan), public, adaptive=adaptive)
         return aim if isinstance(attack, Learned) else replace(aim, query=None, defence=None)
@@ -269,7 +278,7 @@ class Bench:
         attack = parts(self._attacks[case.attack])[0]
         assert isinstance(attack, PreparedAttack)
         aim = self._aim(case, attack, round_)
-        key = key_of(attack, aim, behind=round_)
+        key = key_of(attack, aim, behind=None if isinstance(attack, Unaimed) else round_)
         return attack, aim, Checkpoint(self.prepared / f"{key}{FINISHED}", key)
 
     def _guarded(self, case: Case, round_: Round, found: Found) -> Found:
@@ -292,7 +301,8 @@ class Bench:
         if self._round is None or case.federation != self._key:
             shown = (lambda done, total: progress(done, total, 0.0)) if progress else None
             rng = seeded(case.seed, "federation")
-            self._round = simulate(case.scenario(self.plan), rng, shown)
+            earlier = self.plan.document.threat.rounds - 1
+            self._round = simulate(case.scenario(self.plan), rng, shown, earlier)
             self._key = case.federation
         return self._round
 

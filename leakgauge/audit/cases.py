@@ -80,6 +80,7 @@ class Case:
 
     def threat(self, plan: Plan) -> ThreatModel:
         threat = plan.document.threat
+        threat = replace(threat, rounds=min(threat.rounds, self.honest + 1))
         if self.keeps("aggregation"):
             return threat
         # One client takes part: whoever looks sees that client's update.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from leakgauge.audit.results import Found, Score
+from leakgauge.audit.results import Found, Score, Scores
 
 STILL_FALLING = 0.05  # relative fall of the objective over the last tenth of the run
 DISAGREEMENT = 0.5  # relative spread of the objectives of restarts
-NO_GAIN = 0.5  # dB above the mean image below which a guess is called the prior
+NO_GAIN = 0.5  # dB above what shows nothing of the update below which a guess adds nothing
 
 
 def still_falling(found: Found) -> str | None:
@@ -78,21 +78,29 @@ def labels_below_baseline(score: Score) -> str | None:
 
 def equals_the_prior(score: Score) -> str | None:
     """The guess is no closer than the mean image: nothing was read from the update."""
-    pairs = zip(score.scores["psnr"], score.mean_image["psnr"], strict=True)
-    gain = statistics.median(value - base for value, base in pairs)
+    gain = _gain(score.scores, score.mean_image)
     if abs(gain) <= NO_GAIN:
         return f"the guess scores like the mean image ({gain:+.1f} dB): it shows the prior"
     return None
 
 
-def restored(score: Score) -> str | None:
-    """What the restorer would have shown without any update."""
+def invented(score: Score) -> str | None:
+    """What a restorer or a generative prior adds looks real, and need not be in any record."""
     if score.prior_only is None:
         return None
-    alone = statistics.median(score.prior_only["psnr"])
-    return (
-        f"restored: the restorer can add detail that no record had; given noise instead of the "
-        f"attack's guess it scores {alone:.1f} dB"
+    source = "a generative prior" if score.raw is None else "the restorer"
+    words = f"{source} can add detail that no record had"
+    if _gain(score.scores, score.prior_only) <= NO_GAIN:
+        words += "; the picture is no closer than one made without the update"
+    if score.raw is not None and _gain(score.raw, score.scores) > NO_GAIN:
+        words += "; the raw guess was closer"
+    return words
+
+
+def _gain(scores: Scores, floor: Scores) -> float:
+    """The median number of decibels by which pictures are closer than others of their records."""
+    return statistics.median(
+        value - base for value, base in zip(scores["psnr"], floor["psnr"], strict=True)
     )
 
 
@@ -106,7 +114,7 @@ OF_FOUND: dict[str, Callable[[Found], str | None]] = {
 OF_SCORE: dict[str, Callable[[Score], str | None]] = {
     "labels below baseline": labels_below_baseline,
     "equals the prior": equals_the_prior,
-    "restored": restored,
+    "invented": invented,
 }
 
 

@@ -117,7 +117,8 @@ class Measure:
     """What is measured, how often, on what. `control` breaks a known-weak twin first, `explain`
     climbs from it to the audited federation. No trial starts beyond `budget`, a time such as "10m";
     `seconds` limits each attack. `exact` runs the exact recursion before the attacks of the plan.
-    `adaptive` attackers know the defence and do what it says one does who knows it.
+    `adaptive` attackers know the defence and do what it says one does who knows it. A plan that
+    names no `metrics` measures LPIPS too, where its file of weights is found.
     `threads` is fixed, not the number of cores, so that a plan gives the same bytes on one core and
     on many."""
 

@@ -51,7 +51,7 @@ from leakgauge.fl import played
 from leakgauge.fl.local import step_count
 from leakgauge.fl.simulate import initial_model, records_of
 from leakgauge.tensors import raw, seeded
-from leakgauge.types import Attack, Iterative, Learned, PreparedAttack, Resources
+from leakgauge.types import Attack, Iterative, Learned, PreparedAttack, Resources, Unaimed
 
 SHORT, LONG = 3, 13  # iterations of the first two timed trials
 ENOUGH = 0.5  # CPU seconds by which two trials must differ for their difference to be trusted
@@ -274,7 +274,7 @@ class Trying:
         if not shares(attack):
             return None
         attack = parts(attack)[0]  # what a hybrid begins with is what is prepared
-        if getattr(attack, "public_alone", False):
+        if isinstance(attack, Unaimed):
             return repr(attack)
         if self.plan.captured and case.kept is None:
             return repr(attack), case.stage

@@ -51,7 +51,7 @@ from leakgauge.fl.local import step_count
 from leakgauge.fl.model import plain as plain_model
 from leakgauge.fl.partition import Partition
 from leakgauge.fl.simulate import check_secure, initial_model
-from leakgauge.metrics import METRICS
+from leakgauge.metrics import METRICS, lpips
 from leakgauge.outside import Method, find, import_from, own_files, unused
 from leakgauge.ranges import OF_PLANS, check_numbers
 from leakgauge.records import record_of, refuse_moved
@@ -240,11 +240,6 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
             "threat.grants: public records are declared, not granted: leave 'public' out, and give "
             "federation.public a number of records to set aside, or a data set"
         )
-    measured = dict.fromkeys(("psnr", *document.audit.metrics))
-    scores = [find("metric", one, METRICS, folder) for one in measured]
-    chosen: dict[str, Metric] = {}
-    for one in scores:
-        chosen[unused(one.key, chosen)] = one.item
     ours = ATTACKS | ACTIVE_ATTACKS
     named: dict[str, priors.Described] = {}
     attacks, restorers, outside = _each("attack", ours, document.attack, folder, named)
@@ -267,6 +262,17 @@ def parse(table: Mapping[str, Any], name: str, folder: Path, loaded: Dataset | N
     else:
         records = _load(federation.data, folder, where) if loaded is None else loaded
     record_of(records.inputs, federation.record)  # refuses a scale that does not fit
+    if "metrics" not in table.get("audit", {}) and lpips.measures(records.inputs.shape[1:]):
+        # A result says what was measured, and an audit is resumed with no other metrics.
+        measured = (*document.audit.metrics, "lpips")
+        document = replace(document, audit=replace(document.audit, metrics=measured))
+    scores = [
+        find("metric", one, METRICS, folder)
+        for one in dict.fromkeys(("psnr", *document.audit.metrics))
+    ]
+    chosen: dict[str, Metric] = {}
+    for one in scores:
+        chosen[unused(one.key, chosen)] = one.item
     held_out = None
     if document.tradeoff:
         held_out, records = comparison.held_out(records, document.tradeoff)
@@ -539,6 +545,32 @@ def _check_actor(who: ThreatModel, federation: Federation) -> None:
         raise PlanError(
             f"threat.client is {who.client}, but {present} clients take part in a round and are "
             f"counted from 0: give 0 to {present - 1}"
+        )
+    if who.actor == "client" and present == 1:
+        raise PlanError(threat.ALONE)
+    if who.rounds < 1:
+        raise PlanError(f"threat.rounds must be at least 1, got {who.rounds}")
+    if who.rounds > 1:
+        _check_rounds(who, federation)
+
+
+def _check_rounds(who: ThreatModel, federation: Federation) -> None:
+    """Refuse several rounds where there are not so many, or not of the same clients."""
+    if federation.captured is not None:
+        raise PlanError(
+            f"threat.rounds = {who.rounds}: captured rounds are audited one by one; leave it out"
+        )
+    if min(federation.rounds) < who.rounds - 1:
+        raise PlanError(
+            f"threat.rounds = {who.rounds}: {who.rounds - 1} honest rounds or more must come "
+            f"before the attacked one, got federation.rounds = {list(federation.rounds)}"
+        )
+    taking = federation.participants or federation.clients
+    if taking < federation.clients or dropping(taking, federation.secure):
+        raise PlanError(
+            f"threat.rounds = {who.rounds}: several rounds are of use where every client is in "
+            "each of them: leave federation.participants and federation.secure.dropped out, or "
+            "threat.rounds"
         )
 
 

@@ -24,6 +24,9 @@ State: TypeAlias = Literal["leaks", "below", "undecided", "no control", "unteste
 Scores: TypeAlias = dict[str, tuple[float, ...]]
 """By metric, one number per record."""
 
+SCORED = ("scores", "mean_image", "random_image", "raw", "prior_only")
+"""The tables of a score that hold one number per record; the last two may be absent."""
+
 
 def _share(key: str, value: float) -> None:
     if not 0 <= value <= 1:
@@ -47,19 +50,24 @@ class Times:
 
 @dataclass(frozen=True)
 class Pictures:
-    """PNG files by their path below the folder of the result; no truths if none are known."""
+    """PNG files by their path below the folder of the result; no truths if none are known. `raws`
+    are the guesses before they were restored, if they were; `priors` what is shown without the
+    update, of restored guesses and of those with a prior of their own."""
 
     sheet: str
     truths: tuple[str, ...]
     guesses: tuple[str, ...]
+    raws: tuple[str, ...] = ()
+    priors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.truths and len(self.truths) != len(self.guesses):
-            raise ValueError(
-                f"expected a guess beside each truth, got {len(self.truths)} truths and "
-                f"{len(self.guesses)} guesses"
-            )
-        for name in (self.sheet, *self.truths, *self.guesses):
+        for key in ("truths", "raws", "priors"):
+            if (number := len(getattr(self, key))) not in (0, len(self.guesses)):
+                raise ValueError(
+                    f"{key}: expected one beside each guess, got {number} beside "
+                    f"{len(self.guesses)} guesses"
+                )
+        for name in (self.sheet, *self.truths, *self.guesses, *self.raws, *self.priors):
             windows = PureWindowsPath(name)  # it takes both slashes as separators
             if name[:1] == "/" or windows.anchor or ".." in windows.parts or "\0" in name:
                 raise ValueError(f"expected a path below the folder of the result, got {name!r}")
@@ -112,7 +120,12 @@ class LabelScore:
 
 @dataclass(frozen=True)
 class Score:
-    """What an attack found, held against the truth; each number beside its baseline."""
+    """What an attack found, held against the truth; each number beside its baseline.
+
+    `scores` are those of the attack's picture: of the restored one, where a restorer worked on it,
+    and `raw` are then those before that. `prior_only` are those of what is shown without the
+    update: of the attack's own prior, or of what the restorer makes of noise.
+    """
 
     records: int
     scores: Scores
@@ -120,16 +133,18 @@ class Score:
     random_image: Scores
     identified: float  # the chance to pick a record out of the gallery
     labels: LabelScore | None
-    prior_only: Scores | None = None  # of a restorer that was given noise in place of the guess
+    raw: Scores | None = None
+    prior_only: Scores | None = None
     caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.records < 1:
             raise ValueError(f"records: expected at least 1, got {self.records}")
-        for share in (self.identified, *self.scores.get("identified", ())):
-            _share("identified", share)
-        tables = {name: getattr(self, name) for name in ("scores", "mean_image", "random_image")}
-        for where, table in tables.items():
+        _share("identified", self.identified)
+        for where in SCORED:
+            table: Scores = getattr(self, where) or {}
+            for share in table.get("identified", ()):
+                _share(f"{where}.identified", share)
             for metric, values in table.items():
                 if len(values) != self.records:
                     raise ValueError(
@@ -253,7 +268,8 @@ class LabelShare:
 @dataclass(frozen=True)
 class Measured:
     """The numbers of a row, over all its scored trials. `adapted` says what the attacker did who
-    knows the defence."""
+    knows the defence. `raw` and `prior_only` are over the trials that have them: of restored
+    guesses, and of those with a prior of their own."""
 
     realism: Realism
     records: int
@@ -268,6 +284,8 @@ class Measured:
     worst_risk: str
     caveats: tuple[str, ...]
     adapted: str | None = None
+    raw: dict[str, Spread] | None = None
+    prior_only: dict[str, Spread] | None = None
 
 
 @dataclass(frozen=True)
@@ -535,7 +553,8 @@ class Result:
             if name not in limits or limits[name] != limit:
                 raise ValueError(f"metrics: expected {name} with the limit {limit:g} of the plan")
         for i, trial in enumerate(self.trials):
-            for key in ("scores", "mean_image", "random_image") if trial.score else ():
-                wanted = set(limits) | ({"identified"} if key == "scores" else set())
-                if absent := sorted(wanted - set(getattr(trial.score, key))):
+            for key in SCORED if trial.score else ():
+                wanted = set(limits) | ({"identified"} if key in ("scores", "raw") else set())
+                table = getattr(trial.score, key)
+                if table is not None and (absent := sorted(wanted - set(table))):
                     raise ValueError(f"trials[{i}].score.{key}: key {absent[0]!r} is missing")

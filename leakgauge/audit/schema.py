@@ -29,8 +29,9 @@ from leakgauge.metrics import METRICS
 
 T = TypeVar("T")
 One = TypeVar("One", Trial, Trained)
-SCHEMA = 5
+SCHEMA = 6
 UNTESTED = 5  # the first schema in which a defence that no attacker knows is untested
+BEYOND_PRIOR = 6  # the first in which a picture that a prior alone shows as well is no leak
 DOUBTED: tuple[Outcome, Outcome] = ("below the limit", "inconclusive")
 DERIVED = ("summary", "control", "verdict", "explanation", "tradeoff")
 WORDS = {"headline", "next", "sentences", "sentence", "reason"}
@@ -149,6 +150,8 @@ def _compare(table: Table, told: _Ended, chosen: _Chosen | None, found: Result) 
     true = found.verdict
     assert true is not None
     if table["schema"] < UNTESTED and (told.outcome, true.outcome) == DOUBTED:
+        return
+    if table["schema"] < BEYOND_PRIOR and any(t.score and t.score.prior_only for t in found.trials):
         return
     for key in ("outcome", "exit_code"):
         one, other = getattr(told, key), getattr(true, key)
@@ -276,6 +279,12 @@ def _trial_from_3(old: Table, path: str) -> Table:
 
 def _from_4(old: Table) -> Table:
     """Schema 4 knew no attackers who know the defence: one that held is untested now."""
+    return _from_5(old)
+
+
+def _from_5(old: Table) -> Table:
+    """Schema 5 kept no raw guess beside a restored one, and did not ask whether a record is
+    recognised by the prior alone. Its restored guesses are judged anew, against the prior."""
     return old | {"schema": SCHEMA}
 
 
@@ -284,6 +293,7 @@ MIGRATIONS: dict[int, Callable[[Table], Table]] = {
     2: _from_2,
     3: _from_3,
     4: _from_4,
+    5: _from_5,
 }
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from leakgauge import metrics
+from leakgauge.audit.images import Panel
 from leakgauge.audit.plan import Plan
-from leakgauge.audit.results import LabelScore, Score
+from leakgauge.audit.results import LabelScore, Score, Scores
 from leakgauge.errors import NotApplicable
 from leakgauge.metrics.labels import chance, multiset_accuracy
 from leakgauge.types import Batch, Reconstruction, Scorer
@@ -22,41 +23,46 @@ def scored(
     truth: Batch,
     measures: Mapping[str, Scorer],
     rng: torch.Generator,
+    raw: Tensor | None = None,
     prior: Tensor | None = None,
-) -> tuple[Score, Tensor]:
-    """Everything measured on one guess, each number beside its no-information baseline (and that of
-    a restorer's `prior` alone); and the guesses in the order of the truths."""
+) -> tuple[Score, Panel]:
+    """Everything measured on one guess, each number beside its no-information baseline, beside
+    that of the `raw` guess if this one is restored, and beside that of what is shown without the
+    update (`prior`). Each of them is paired with the truths by itself, by the same rule. And all
+    pictures in the order of the truths."""
     audit = plan.document.audit
     others = _others(plan.data.inputs, truth.inputs, audit.gallery, rng)
     mean = metrics.baselines.mean_image(others).expand_as(truth.inputs)
     pair = metrics.assign.optimal if audit.assignment == "optimal" else metrics.assign.best_match
-    index = pair(guess.inputs, truth.inputs)
-    found = index >= 0
-
-    def placed(guesses: Tensor, index: Tensor) -> Tensor:
-        """In the order of the truths; one without a guess is scored as if nothing were known."""
-        out = mean.clone()
-        out[index >= 0] = guesses[index[index >= 0]].to(out)
-        return out
-
-    paired = placed(guess.inputs, index)
     chosen = metrics.baselines.random_images(others, len(truth), rng)
     gallery = torch.cat([truth.inputs, others])
-    identified = metrics.reidentified(paired, torch.arange(len(truth)), gallery)
 
-    def measured(inputs: Tensor) -> dict[str, tuple[float, ...]]:
+    def measured(inputs: Tensor) -> Scores:
         return {name: tuple(m(inputs, truth.inputs).tolist()) for name, m in measures.items()}
 
+    def held(guesses: Tensor) -> tuple[Tensor, Scores]:
+        """In the order of the truths, and scored; a truth without a guess is scored as if nothing
+        were known."""
+        index = pair(guesses, truth.inputs)
+        found = index >= 0
+        placed = mean.clone()
+        placed[found] = guesses[index[found]].to(placed)
+        identified = metrics.reidentified(placed, torch.arange(len(truth)), gallery) * found
+        return placed, measured(placed) | {"identified": tuple(identified.tolist())}
+
+    paired, scores = held(guess.inputs)
+    before, alone = (None if one is None else held(one) for one in (raw, prior))
     score = Score(
         records=len(truth),
-        scores=measured(paired) | {"identified": tuple((identified * found).tolist())},
+        scores=scores,
         mean_image=measured(mean),
         random_image=measured(chosen),
         identified=1 / len(gallery),
         labels=_labels(guess.labels, truth.labels, plan),
-        prior_only=None if prior is None else measured(placed(prior, pair(prior, truth.inputs))),
+        raw=before and before[1],
+        prior_only=alone and alone[1],
     )
-    return score, paired
+    return score, Panel(paired, truth.inputs, before and before[0], alone and alone[0])
 
 
 def _others(inputs: Tensor, truths: Tensor, count: int, rng: torch.Generator) -> Tensor:

@@ -69,8 +69,8 @@ class Store:
             if not overwrite and found != fingerprint:
                 raise PlanError(
                     f"{self.out} holds an audit of a different plan (or of other data, weights or "
-                    "another version): name another folder with --out, or replace it with "
-                    "--overwrite"
+                    f"another version){_other_metrics(self._marker, plan)}: name another folder "
+                    "with --out, or replace it with --overwrite"
                 )
         elif self.out.exists() and any(path.name != LOCK for path in self.out.iterdir()):
             raise PlanError(f"{self.out} is not empty and holds no audit: name another folder")
@@ -201,6 +201,19 @@ def _holder(text: str) -> str:
         return f"process {found['process']} on {found['host']}, begun {found['began']}"
     except (ValueError, KeyError, TypeError):  # it has just taken the lock
         return "it has just begun"
+
+
+def _other_metrics(marker: Path, plan: Document) -> str:
+    """What that audit measures, if it is not what the plan measures on this machine."""
+    stored = json.loads(read_plain(marker).decode()).get("plan")
+    audit = stored.get("audit") if isinstance(stored, dict) else None
+    before = audit.get("metrics") if isinstance(audit, dict) else None
+    now = list(plan.audit.metrics)
+    if not isinstance(before, list) or before == now:
+        return ""
+    one, other = (", ".join(map(str, names)) for names in (before, now))
+    why = "; LPIPS is measured where its file of weights is found" * ("lpips" in {*before, *now})
+    return f". It measures {one}, this plan here measures {other}{why}"
 
 
 def _fingerprint(marker: Path) -> str:

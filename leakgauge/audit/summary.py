@@ -26,12 +26,13 @@ from leakgauge.audit.results import (
     Row,
     Rung,
     Score,
+    Scores,
     Spread,
     Trial,
     Verdict,
 )
 from leakgauge.audit.tradeoff import compare
-from leakgauge.audit.verdict import judge, judge_control, kind_of, leaking, weigh
+from leakgauge.audit.verdict import judge, judge_control, kind_of, leaking, recognised, weigh
 from leakgauge.metrics import bootstrap, risk
 
 SUCCESS = 20.0  # dB: from here on the risk is called very high
@@ -120,7 +121,16 @@ def _measured(
         worst_risk=risk(max(psnr)),
         caveats=tuple(dict.fromkeys(c for score in scores for c in score.caveats)),
         adapted=first.found.adapted if first.found else None,
+        raw=_spreads([score.raw for score in scores if score.raw]),
+        prior_only=_spreads([score.prior_only for score in scores if score.prior_only]),
     )
+
+
+def _spreads(tables: Sequence[Scores]) -> dict[str, Spread] | None:
+    """By metric, over the trials that have such a table."""
+    known = [name for name in tables[0] if all(name in table for table in tables)] if tables else []
+    pooled = {name: [value for table in tables for value in table[name]] for name in known}
+    return {name: spread(values) for name, values in pooled.items()} or None
 
 
 def _labels(scores: Iterable[Score]) -> LabelShare | None:
@@ -146,9 +156,10 @@ def _leaks(
         if metric.limit is not None:
             count = sum(leak for score in scores for leak in leaking(score, metric, metric.limit))
             leaks[kind_of(metric)] = weigh(count / records, 0.0, records, limit.share)
-    found = _pooled(scores, "identified")
-    chance = _chance(scores)
-    leaks["found"] = weigh(sum(found) / records, chance, records, limit.found)
+    count = sum(sum(recognised(score)) for score in scores)
+    # Who holds a raw picture beside the restored one may guess twice.
+    chance = min(1.0, _chance(scores) * (2 if any(score.raw for score in scores) else 1))
+    leaks["found"] = weigh(count / records, chance, records, limit.found)
     if labels := _labels(scores):
         guessing = max(labels.random, labels.class_prior)
         number = sum(score.records for score in scores if score.labels)

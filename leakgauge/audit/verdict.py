@@ -9,6 +9,11 @@ Kinds of leak are weighed, each against its own limit of the plan:
 | found    | its reconstruction is nearer to it than to every other gallery picture     | `found`  |
 | labels   | its label is among those that the attack named                             | `labels` |
 
+What a restorer or a generative prior shows without the update is no leak: where there is such a
+picture, the guess must be closer than that as well, by the same margin, and what it alone is
+recognised by does not count as found. Who restores a guess holds the raw one too: a record counts
+when either of the two shows it. The raw one has the mean image to beat.
+
 Shares are taken beyond guessing, (share − chance) / (1 − chance), with a 95 % interval. A row
 (stage × defence × attack) then
 
@@ -47,6 +52,7 @@ from leakgauge.audit.results import (
     Result,
     Row,
     Score,
+    Scores,
     State,
     Trial,
     Verdict,
@@ -83,15 +89,28 @@ def kind_of(metric: Measurement) -> str:
 
 
 def leaking(score: Score, metric: Measurement, limit: float) -> list[bool]:
-    """For each record of a scored trial: does its picture leak, by this metric?"""
+    """For each record of a scored trial: does a picture of it leak, by this metric?"""
     sign = 1 if metric.better == "higher" else -1
-    pairs = zip(score.scores[metric.name], score.mean_image[metric.name], strict=True)
-    return [
-        sign * value >= sign * limit
-        and sign * value > sign * floor
-        and sign * value >= sign * floor + metric.margin
-        for value, floor in pairs
-    ]
+
+    def shows(table: Scores, *floors: Scores | None) -> list[bool]:
+        known = [table[metric.name], *(floor[metric.name] for floor in floors if floor)]
+        signed = [[sign * value for value in values] for values in known]
+        return [
+            value >= sign * limit and value > max(least) and value >= max(least) + metric.margin
+            for value, *least in zip(*signed, strict=True)
+        ]
+
+    guess = shows(score.scores, score.mean_image, score.prior_only)
+    raw = shows(score.raw, score.mean_image) if score.raw else guess
+    return [one or other for one, other in zip(guess, raw, strict=True)]
+
+
+def recognised(score: Score) -> list[bool]:
+    """For each record of a scored trial: is it recognised by a picture that needed the update?"""
+    guess = score.scores["identified"]
+    unread = (score.prior_only or {}).get("identified", (0.0,) * score.records)
+    raw = score.raw["identified"] if score.raw else (0.0,) * score.records
+    return [bool((a and not b) or c) for a, b, c in zip(guess, unread, raw, strict=True)]
 
 
 def weigh(share: float, chance: float, records: int, limit: float) -> Leak:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -76,14 +77,16 @@ def simulate(
     scenario: Scenario,
     rng: torch.Generator,
     progress: Callable[[int, int], None] | None = None,
+    keep: int = 0,
 ) -> Round:
-    """Play the federation up to the attacked round and return that round, truths included."""
-    rounds = played(scenario, rng)
+    """Play the federation up to the attacked round and return that round, truths included, with the
+    `keep` rounds before it, as many as there are."""
+    rounds, kept = played(scenario, rng), deque[Round](maxlen=keep)
     for index in range(scenario.rounds):
-        next(rounds)
+        kept.append(next(rounds)[0])
         if progress:
             progress(index + 1, scenario.rounds)
-    return next(rounds)[0]
+    return replace(next(rounds)[0], earlier=tuple(kept))
 
 
 def played(scenario: Scenario, rng: torch.Generator) -> Iterator[tuple[Round, nn.Module]]:

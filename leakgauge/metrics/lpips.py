@@ -25,6 +25,7 @@ Facts:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -64,6 +65,7 @@ safetensors.torch.save_file(keep, "lpips_alex.safetensors")
 SHIFT = (-0.030, -0.088, -0.188)
 SCALE = (0.458, 0.448, 0.450)
 SMALLEST = 32
+CHANNELS = (1, 3)
 
 # Index in AlexNet's feature stack, weight shape, stride, padding.
 STAGES = (
@@ -125,7 +127,7 @@ def _unit(maps: Tensor) -> Tensor:
 
 def _prepare(images: Tensor) -> Tensor:
     """Images of [0, 1] as the trunk expects them: float32, three channels, at least 32 pixels."""
-    if images.shape[1] not in (1, 3):
+    if images.shape[1] not in CHANNELS:
         raise InputError(
             f"lpips: expected 1 or 3 channels, got {images.shape[1]}; "
             "score a choice of three channels, or use ssim"
@@ -139,11 +141,28 @@ def _prepare(images: Tensor) -> Tensor:
     return (2 * x - 1 - shift) / scale
 
 
-def _locate(weights: str | Path | None) -> Path:
-    """The file of weights: argument, environment variable or cache, the first that is set."""
+def measures(shape: Sequence[int]) -> bool:
+    """Whether pictures of this shape (C, H, W) can be measured here: their channels are known, and
+    the file of weights is found."""
+    return fits(shape) and _place(None).is_file()
+
+
+def fits(shape: Sequence[int]) -> bool:
+    """Whether LPIPS is made for pictures of this shape."""
+    return len(shape) == 3 and shape[0] in CHANNELS
+
+
+def _place(weights: str | Path | None) -> Path:
+    """Where the file is looked for: argument, environment variable or cache, the first that is
+    set."""
     named = weights or os.environ.get("LEAKGAUGE_WEIGHTS")
     path = Path(named).expanduser() if named else Path.home() / ".cache" / "leakgauge" / FILE
-    path = path / FILE if path.is_dir() else path
+    return path / FILE if path.is_dir() else path
+
+
+def _locate(weights: str | Path | None) -> Path:
+    """The file of weights, which must be there."""
+    path = _place(weights)
     if not path.is_file():
         raise CheckpointError(
             f"LPIPS needs its weights: expected the file {path}, found none. Place {FILE} there, "

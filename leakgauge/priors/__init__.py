@@ -22,7 +22,9 @@ from leakgauge.errors import CheckpointError, MissingExtra, NotApplicable, Withh
 from leakgauge.files import read_tensors
 from leakgauge.papers import Paper
 from leakgauge.priors import ddpm, folder
+from leakgauge.priors.autoencoder import Autoencoder
 from leakgauge.priors.ddpm import DDPM, Diffusion
+from leakgauge.priors.gan import GAN
 from leakgauge.types import Dataset, Kept, Resources
 
 
@@ -50,7 +52,9 @@ class Training(Protocol):
 
 
 KINDS: dict[str, type[Training]] = {
+    "autoencoder": Autoencoder,
     "ddpm": DDPM,
+    "gan": GAN,
 }
 
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -173,7 +177,9 @@ def located(place: str, below: Path = Path()) -> Path:
 
 __all__ = [
     "DDPM",
+    "GAN",
     "KINDS",
+    "Autoencoder",
     "Described",
     "Diffusion",
     "Prior",

@@ -28,6 +28,7 @@ from leakgauge.audit.results import (
 )
 from leakgauge.audit.verdict import tested
 from leakgauge.errors import InputError
+from leakgauge.metrics import lpips
 from leakgauge.report.wording import (
     MOST_LISTED,
     NOTHING,
@@ -113,6 +114,20 @@ STATES = {
 }
 UNTESTED = "untested"
 NO_VERDICT = "No verdict"
+INVENTS = (
+    "A picture that a restorer or a generative prior helped to make can show detail that no record "
+    "had."
+)
+UNREAD = (
+    f"{INVENTS} “No update” is what the same prior shows without the update: a record that this "
+    "shows as well was not read from the update, and does not count as recovered or recognised "
+    "unless the raw guess shows it."
+)
+NO_LPIPS = (
+    "LPIPS, the likeness that is nearest to what people see, was not measured: put "
+    f"{lpips.FILE} into the folder that the environment variable LEAKGAUGE_WEIGHTS names, and "
+    "leave metrics out of the plan or name lpips among them."
+)
 NOT_SCORED = "nobody knows the truth: not scored"
 NOT_APPLICABLE = "does not apply"
 
@@ -291,14 +306,17 @@ def beside(found: Measured, metric: Measurement) -> str:
 
 
 def directions(result: Result) -> str:
-    """How to read the metrics beside the PSNR."""
+    """How to read the metrics beside the PSNR, and what to do for the one that needs a file."""
+    absent = lpips.fits(result.federation.shape) and "lpips" not in {m.name for m in result.metrics}
+    missing = NO_LPIPS if absent else ""
     if not (metrics := further(result)):
-        return ""
+        return missing
     ways = {way: [m.label for m in metrics if m.better == way] for way in ("higher", "lower")}
     closer = [
         f"{', '.join(labels)}: the {way}, the closer" for way, labels in ways.items() if labels
     ]
-    return f"Other metrics: medians, in brackets those of a mean picture. {'; '.join(closer)}."
+    said = f"Other metrics: medians, in brackets those of a mean picture. {'; '.join(closer)}."
+    return f"{said} {missing}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -387,6 +405,41 @@ def _finding(result: Result, row: Row) -> Finding:
         caveats=tuple(shortened(caveat, 400) for caveat in caveats),
         knows=knows(row, found),
     )
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A row in which a prior had a part. Medians and the share recognised, as texts: of the raw
+    guesses, of the pictures that the attacker ends with, of those made without the update."""
+
+    round: int
+    defence: str
+    attack: str
+    raw: tuple[str, ...]
+    shown: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+def sides(result: Result) -> list[Sides]:
+    """One for each row with restored guesses or a generative prior."""
+    return [
+        Sides(
+            *place(row),
+            *(_side(result, table) for table in (found.raw, found.scores, found.prior_only)),
+        )
+        for row, found in measured(result)
+        if found.prior_only
+    ]
+
+
+def _side(result: Result, table: dict[str, Spread] | None) -> tuple[str, ...]:
+    if table is None:
+        return (NOTHING,)
+    lpips = [metric for metric in result.metrics if metric.name == "lpips"]
+    likeness = [f"{m.label}{SPACE}{number(table[m.name].median, m)}" for m in lpips]
+    known = table.get("identified")
+    found = [f"{percent(known.mean)} recognised"] if known else []
+    return decibels(table["psnr"].median), *likeness, *found
 
 
 def unknown(row: Row) -> str:

@@ -3,7 +3,7 @@ second is worse than the first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from leakgauge.audit.advice import CAP, capped, defended
 from leakgauge.audit.document import Limit
-from leakgauge.audit.results import Measured, Measurement, Result, Row
+from leakgauge.audit.results import Measured, Measurement, Result, Row, Spread
 from leakgauge.audit.summary import derived
 from leakgauge.config import plain, toml
 from leakgauge.errors import InputError
@@ -37,7 +37,8 @@ class Both:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the summary in both audits: the medians by metric, and labels read. `only` names the
+    """A row of the summary in both audits: the medians by metric, and labels read. `raw` and
+    `unread` are medians of the PSNR before restoring, and without the update. `only` names the
     audit that alone has it (old or new)."""
 
     round: int
@@ -45,6 +46,8 @@ class Change:
     attack: str
     medians: dict[str, Both]
     labels: Both
+    raw: Both
+    unread: Both
     only: str | None
 
 
@@ -89,8 +92,18 @@ def tables(comparison: Comparison) -> list[Table]:
         [_cells(row) for row in comparison.rows],
     )
     further = [metric for metric in comparison.metrics if metric.name != "psnr"]
+    sides = [[_both(row.raw), _both(row.medians["psnr"]), _both(row.unread)]
+             for row in comparison.rows]  # fmt: skip
+    beside = _numbers(
+        comparison,
+        "Medians of the PSNR in dB where a prior had a part, old → new",
+        ["raw guess", "restored or generated", "no update"],
+        sides,
+        no_wrap=False,
+    )
+    found = [head, rows] + [beside] * any(_both(row.unread) != NOTHING for row in comparison.rows)
     if not further:
-        return [head, rows]
+        return found
     more = _numbers(
         comparison,
         "Medians of the other metrics, old → new",
@@ -98,7 +111,7 @@ def tables(comparison: Comparison) -> list[Table]:
         [[_both(row.medians[metric.name]) for metric in further] for row in comparison.rows],
         no_wrap=False,  # there may be many
     )
-    return [head, rows, more]
+    return [*found, more]
 
 
 def _numbers(
@@ -235,17 +248,19 @@ def _closer(metric: Measurement, old: Measured, new: Measured) -> str | None:
 
 
 def _change(key: Place, a: Row | None, b: Row | None, metrics: Iterable[str]) -> Change:
-    old, new = (row.measured if row else None for row in (a, b))
+    both = old, new = [row.measured if row else None for row in (a, b)]
     return Change(
         *key,
-        medians={name: _medians(old, new, name) for name in metrics},
+        medians={n: _medians(n, [one.scores if one else None for one in both]) for n in metrics},
+        raw=_medians("psnr", [one.raw if one else None for one in both]),
+        unread=_medians("psnr", [one.prior_only if one else None for one in both]),
         labels=Both(_accuracy(old), _accuracy(new)),
         only="old" if b is None else "new" if a is None else None,
     )
 
 
-def _medians(old: Measured | None, new: Measured | None, metric: str) -> Both:
-    a, b = (found.scores.get(metric) if found else None for found in (old, new))
+def _medians(metric: str, tables: Iterable[Mapping[str, Spread] | None]) -> Both:
+    a, b = (table.get(metric) if table else None for table in tables)
     apart = a and b and (a.interval[1] < b.interval[0] or b.interval[1] < a.interval[0])
     return Both(a.median if a else None, b.median if b else None, bool(apart))
 

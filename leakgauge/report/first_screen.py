@@ -175,10 +175,15 @@ def evidence(result: Result) -> tuple[str, ...]:
 def worst_caption(pair: Pair, images: Images) -> str:
     """What stands below the picture that leaked most."""
     both = "Left the record, right what the attacker made of the update."
+    hidden = "The picture is in the folder of the audit; this report does not show it."
+    if pair.invented:
+        numbers = {tile.words: ", ".join(tile.numbers) for tile in pair.tiles if tile.numbers}
+        sides = "; ".join(f"{words} {number}" for words, number in numbers.items())
+        both, hidden = contents.INVENTS, f"{sides}. {contents.INVENTS} {hidden}"
     shown = {
         "show": both,
-        "blur": f"{both} Both are blurred in this report.",
-        "hide": "The picture is in the folder of the audit; this report does not show it.",
+        "blur": f"{both} {'All' if pair.invented else 'Both'} are blurred in this report.",
+        "hide": hidden,
     }
     trial, truth = pair.trial, pair.truth
     likeness = contents.NOT_SCORED

@@ -73,6 +73,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> str:
         exposed=first_screen.exposed(result),
         gists=gists(result, images, shown),
         findings=contents.findings(result),
+        sides=contents.sides(result),
         directions=contents.directions(result),
         inapplicable=contents.inapplicable(result),
         several_rounds=contents.several_rounds(result),

@@ -43,6 +43,8 @@ def render(result: Result, folder: Path | None = None) -> str:
         lines += ["", f"## {protection.TITLE}", "", *_tradeoff(result, result.tradeoff)]
     lines += ["", "## Findings", "", *_findings(result)]
     lines += _list(first_screen.evidence(result))
+    if sides := contents.sides(result):
+        lines += ["", "## Restored and generated pictures", "", *_sides(sides)]
     if trades := contents.trade_off(result):
         lines += ["", "## Defences", "", *_trades(trades)]
     if promises := contents.privacy(result):
@@ -152,6 +154,18 @@ def _findings(result: Result) -> list[str]:
         *_list_marked(caveats),
         *(line for note in notes if note for line in (escape(note), "")),
     ]
+
+
+def _sides(sides: list[contents.Sides]) -> list[str]:
+    rows = (
+        (
+            *(str(one.round), escape(one.defence), escape(one.attack)),
+            *(", ".join(cell) for cell in (one.raw, one.shown, one.unread)),
+        )
+        for one in sides
+    )
+    header = ("Round", "Defence", "Attack", "Raw guess", "Restored or generated", "No update")
+    return [escape(contents.UNREAD), "", *_table(header, rows)]
 
 
 def _control(result: Result) -> list[str]:

@@ -66,6 +66,7 @@ def render(result: Result, folder: Path, images: Images = "blur") -> bytes:
     if result.tradeoff:
         _tradeoff(pdf, result, result.tradeoff)
     _findings(pdf, result)
+    _sides(pdf, result)
     _pictures(pdf, result, folder, images)
     for title, chart, words in (
         ("Defences", charts.defences(result), DEFENCES + ("" if result.tradeoff else UNKNOWN)),
@@ -253,9 +254,10 @@ def _worst_and_next(pdf: FPDF, result: Result, folder: Path, images: Images) -> 
     if pair:
         pdf.set_xy(pdf.l_margin, top)
         _text(pdf, "The worst picture", size=10.5, bold=True, colour=ACCENT, width=left)
-        y, side = pdf.get_y() + 1.5, (left - 5) / 2
+        number = max(2, len(pair.tiles))
+        y, side = pdf.get_y() + 1.5, (left - 3 - number) / number
         shown = images != "hide" and _pair(pdf, pair, folder, images, pdf.l_margin, y, side)
-        pdf.set_xy(pdf.l_margin, y + (side + 1.5 if shown else 0))
+        pdf.set_xy(pdf.l_margin, (shown or y - 1.5) + 1.5)
         caption = first_screen.worst_caption(pair, images)
         _text(pdf, caption, size=7.5, colour=MUTED, width=left - 4)
         lowest = pdf.get_y()
@@ -348,6 +350,24 @@ def _findings(pdf: FPDF, result: Result) -> None:
     _list(pdf, first_screen.evidence(result))
 
 
+def _sides(pdf: FPDF, result: Result) -> None:
+    """What a restorer or a prior had a part in, beside what they show without the update."""
+    if not (lines := contents.sides(result)):
+        return
+    _heading(pdf, "Restored and generated pictures")
+    _text(pdf, f"⚠ {contents.UNREAD}", size=8)
+    pdf.ln(1)
+    rows = [
+        (
+            f"{line.attack}, {defended(line.defence)}, round {line.round}",
+            *("\n".join(cell) for cell in (line.raw, line.shown, line.unread)),
+        )
+        for line in lines[:MOST_ROWS]
+    ]
+    header = ("Attack", "Raw guess", "Restored or generated", "No update")
+    _table(pdf, header, rows, (6, 3, 3, 3), size=7)
+
+
 def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     found = pictures.pairs(result)
     if images == "hide" or not found:
@@ -355,12 +375,15 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     columns, gap = 4, 4.0
     width = (pdf.epw - (columns - 1) * gap) / columns
     side = (width - 1) / 2
-    height = side + 9
+    several = any(pair.invented for pair in found)
+    height = side + (22 if several else 9)
     _heading(pdf, "Reconstructions", height)
     chosen = sorted(pictures.chosen(found, MOST_PICTURES), key=pictures.Pair.order)
     known = sum(pair.truth is not None for pair in chosen)
     both, it = (", both blurred", ", blurred") if images == "blur" else ("", "")
-    words = f"The truth on the left, the guess on the right{both}. " if known else ""
+    both = both.replace("both", "all") if several else both
+    named = "; pictures in which a prior had a part have their names" if several else ""
+    words = f"The truth on the left, the guess on the right{named}{both}. " if known else ""
     if known < len(chosen):
         who = "Some guesses stand" if known else "Each guess stands"
         words += f"{who} alone{it}: {contents.NOT_SCORED}. "
@@ -368,30 +391,45 @@ def _pictures(pdf: FPDF, result: Result, folder: Path, images: Images) -> None:
     _text(pdf, words, colour=MUTED)
     pdf.ln(2)
     top = pdf.get_y()
-    for i, pair in enumerate(chosen):
-        x = pdf.l_margin + (i % columns) * (width + gap)
-        if i % columns == 0 and i:
+    place = 0
+    for pair in chosen:
+        wide = 2 if len(pair.tiles) > 2 else 1
+        if place + wide > columns:
+            place = 0
             top += height
             if top + height > pdf.h - pdf.b_margin:
                 pdf.add_page()
                 top = pdf.t_margin
-        _pair(pdf, pair, folder, images, x, top, side)
-        pdf.set_xy(x, top + side)
+        x = pdf.l_margin + place * (width + gap)
+        place += wide
+        lowest = _pair(pdf, pair, folder, images, x, top, side) or top + side
+        pdf.set_xy(x, lowest)
         score = wording.decibels(pair.truth.psnr) if pair.truth else "not scored"
         caption = f"{score} {pair.trial.attack}, {defended(pair.trial.defence)}"
-        _text(pdf, wording.shortened(caption, 60), size=6, width=width)
+        caption = wording.shortened(caption, 60)
+        if pair.invented:
+            caption += "\n⚠ can show detail that no record had"
+        _text(pdf, caption, size=6, width=wide * width)
     pdf.set_xy(pdf.l_margin, top + height)
 
 
 def _pair(
     pdf: FPDF, pair: pictures.Pair, folder: Path, images: Images, x: float, y: float, side: float
-) -> bool:
-    """The truth at the left, the guess at the right; whether there was anything to show."""
+) -> float | None:
+    """The truth at the left, the guess at the right, among others their names and numbers; where
+    that ends, if there was anything to show."""
     shown = pictures.load(pair, folder, images)
-    for k, content in enumerate((shown.truth, shown.guess) if pair.truth else (shown.guess,)):
+    lowest = y + side
+    for k, (tile, content) in enumerate(zip(pair.tiles, shown.pictures, strict=True)):
+        left = x + k * (side + 1)
         if content:
-            pdf.image(content, x + k * (side + 1), y, side, side, keep_aspect_ratio=True)
-    return bool(shown.truth or shown.guess)
+            pdf.image(content, left, y, side, side, keep_aspect_ratio=True)
+        if pair.invented:
+            pdf.set_xy(left, y + side + 0.5)
+            words = "\n".join((tile.words, *tile.numbers))
+            height = _lines(pdf, words, side, 5.5, False, MUTED, dry=False)
+            lowest = max(lowest, y + side + 0.5 + height)
+    return lowest if any(shown.pictures) else None
 
 
 def _control(pdf: FPDF, result: Result) -> None:

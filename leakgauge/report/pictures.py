@@ -1,8 +1,8 @@
 """Truths beside guesses, small enough to embed, and blurred for good when asked.
 
 A blurred picture is reduced to at most BLOCKS averages per side *before* it enters a report: the
-file holds no more than those few numbers, whatever a viewer does with it. Both halves of a pair are
-blurred, since a good guess shows the same person as the truth.
+file holds no more than those few numbers, whatever a viewer does with it. All pictures of a record
+are blurred, since a good guess shows the same person as the truth.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from leakgauge.audit.results import Result, Trial
+from leakgauge.audit.images import names, tables
+from leakgauge.audit.results import Pictures, Result, Score, Scores, Trial
 from leakgauge.report.contents import JUDGED, Images, scored, unscored
+from leakgauge.report.wording import SPACE, decibels, number
 
 MOST_PAIRS = 120
 MOST_BYTES = 6_000_000  # of all pictures in one report, as base64
@@ -26,11 +28,19 @@ MOST_PIXELS = 64_000_000  # a file that claims more is not decoded
 
 
 @dataclass(frozen=True)
-class Truth:
-    """The picture that a guess is held against: its file, the PSNR of the guess and of a mean
-    picture, and why that number may be too low."""
+class Tile:
+    """One picture: what it is called, its file and, beside others of its record, its numbers."""
 
+    words: str
     file: str
+    numbers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A guess held against it: the PSNR of the guess and of a mean picture, and why that number may
+    be too low."""
+
     psnr: float
     base: float
     caveats: tuple[str, ...]
@@ -38,12 +48,15 @@ class Truth:
 
 @dataclass(frozen=True)
 class Pair:
-    """A guess and its truth; None if nobody knows it."""
+    """The pictures of a record: its truth, if anybody knows it, and the guess. One that may be
+    `invented`, since a restorer or a prior had a part in it, has the raw guess and the picture
+    without the update beside it, where they were kept."""
 
     trial: Trial
     record: int
-    guess: str
+    tiles: tuple[Tile, ...]
     truth: Truth | None
+    invented: bool = False
 
     def order(self) -> float:
         """The worst leak comes first, what nobody can score last."""
@@ -52,36 +65,54 @@ class Pair:
 
 @dataclass(frozen=True)
 class Shown:
-    """A pair ready to embed; a picture that could not be read is None."""
+    """A pair ready to embed, a picture for each of its tiles; None where it could not be read."""
 
     pair: Pair
-    truth: bytes | None
-    guess: bytes | None
+    pictures: tuple[bytes | None, ...]
 
 
 def pairs(result: Result) -> list[Pair]:
     """All pairs of the audit's own trials, the worst leak first."""
     known = [
-        Pair(trial, i, guess, Truth(file, psnr, base, score.caveats))
+        Pair(
+            trial,
+            i,
+            _tiles(result, found.images, i, score),
+            Truth(score.scores["psnr"][i], score.mean_image["psnr"][i], score.caveats),
+            score.prior_only is not None,
+        )
         for trial, found, score in scored(result)
         if found.images
-        for i, (guess, file, psnr, base) in enumerate(
-            zip(
-                found.images.guesses,
-                found.images.truths,
-                score.scores["psnr"],
-                score.mean_image["psnr"],
-                strict=False,  # not every record has its pictures kept
-            )
-        )
+        for i in range(len(found.images.truths))  # not every record has its pictures kept
     ]
     unknown = [
-        Pair(trial, i, guess, None)
+        Pair(trial, i, _tiles(result, files, i, None), None, bool(files.priors))
         for trial in unscored(result)
-        if trial.found and trial.found.images
-        for i, guess in enumerate(trial.found.images.guesses)
+        if trial.found and (files := trial.found.images)
+        for i in range(len(files.guesses))
     ]
     return sorted([*known, *unknown], key=Pair.order)  # stable: equal ones keep the plan's order
+
+
+def _tiles(result: Result, files: Pictures, record: int, score: Score | None) -> tuple[Tile, ...]:
+    kept = {"truth": files.truths, "raw": files.raws, "guess": files.guesses, "prior": files.priors}
+    scores = tables(score) if score and score.prior_only else {}
+    return tuple(
+        Tile(words, kept[key][record], _numbers(result, scores.get(key), record))
+        for key, words in names(bool(files.raws)).items()
+        if kept[key]
+    )
+
+
+def _numbers(result: Result, table: Scores | None, record: int) -> tuple[str, ...]:
+    """The numbers of one picture among several of its record."""
+    if table is None:
+        return ()
+    lpips = [metric for metric in result.metrics if metric.name == "lpips"]
+    likeness = [f"{one.label}{SPACE}{number(table[one.name][record], one)}" for one in lpips]
+    known = {1.0: "recognised", 0.0: "not recognised"}
+    found = [known[value] for value in table.get("identified", ())[record : record + 1]]
+    return decibels(table["psnr"][record]), *likeness, *found
 
 
 def worst(result: Result) -> Pair | None:
@@ -109,7 +140,7 @@ def embedded(result: Result, folder: Path, images: Images) -> tuple[list[Shown],
     size = 0
     for pair in chosen(found):
         item = load(pair, folder, images)
-        size += sum(len(png) * 4 // 3 for png in (item.truth, item.guess) if png)
+        size += sum(len(png) * 4 // 3 for png in item.pictures if png)
         if size > MOST_BYTES:
             break
         shown.append(item)
@@ -118,8 +149,7 @@ def embedded(result: Result, folder: Path, images: Images) -> tuple[list[Shown],
 
 
 def load(pair: Pair, folder: Path, images: Images) -> Shown:
-    names = (pair.truth.file if pair.truth else None, pair.guess)
-    return Shown(pair, *(png(folder, name, images) if name else None for name in names))
+    return Shown(pair, tuple(png(folder, tile.file, images) for tile in pair.tiles))
 
 
 def png(folder: Path, name: str, images: Images) -> bytes | None:

@@ -43,8 +43,10 @@ def summary_table(result: Result) -> Group:
         ((row, _cells(row, row.measured)) for row in result.summary),
     )
     metrics = contents.further(result)
+    said = Text(contents.directions(result), "table.caption")
+    more = _sides(result)
     if not measured or not metrics:
-        return Group(leaks)
+        return Group(leaks, *([said] if measured and said else []), *more)
     others = _table(
         result,
         "Other metrics",
@@ -52,7 +54,24 @@ def summary_table(result: Result) -> Group:
         [escape(metric.label) for metric in metrics],
         ((row, [escape(contents.beside(found, m)) for m in metrics]) for row, found in measured),
     )
-    return Group(leaks, "", others, Text(contents.directions(result), "table.caption"))
+    return Group(leaks, "", others, said, *more)
+
+
+def _sides(result: Result) -> list[Table | Text | str]:
+    """What a restorer or a prior had a part in, beside what they show without the update."""
+    if not (lines := contents.sides(result)):
+        return []
+    table = Table(title="Restored and generated pictures", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("attack", overflow="fold")
+    for name in ("raw guess", "restored or\ngenerated", "no update"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        after = f"round {line.round}, " if contents.several_rounds(result) else ""
+        name = f"{line.attack}, {after}{contents.named(line.defence)}"
+        cells = ("\n".join(cell) for cell in (line.raw, line.shown, line.unread))
+        table.add_section()
+        table.add_row(f"[bold]{escape(name)}[/]", *cells)
+    return ["", table, Text(contents.UNREAD, "table.caption")]
 
 
 def _table(
