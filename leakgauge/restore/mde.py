@@ -18,6 +18,7 @@ leave what the prior would draw; the paper picks the iteration by eye, here it i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,8 +94,8 @@ def enhanced(
 
 def _normal(noise: Tensor) -> Tensor:
     """The noise of each picture, as long as normal noise is."""
-    flat = noise.flatten(1)
-    return (flat * (flat.shape[1] ** 0.5 / flat.norm(dim=1, keepdim=True))).view_as(noise)
+    length = noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    return noise * (math.sqrt(noise[0].numel()) / length)
 
 
 def sampled(model: Diffusion, x: Tensor, steps: int, labels: Tensor | None) -> Tensor:
