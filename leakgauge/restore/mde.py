@@ -95,7 +95,8 @@ def enhanced(
 def _normal(noise: Tensor) -> Tensor:
     """The noise of each picture, as long as normal noise is."""
     length = noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
-    return noise * (math.sqrt(noise[0].numel()) / length)
+    scaled: Tensor = noise * (math.sqrt(noise[0].numel()) / length)
+    return scaled
 
 
 def sampled(model: Diffusion, x: Tensor, steps: int, labels: Tensor | None) -> Tensor:
