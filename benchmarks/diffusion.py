@@ -56,7 +56,7 @@ RAW: dict[str, tuple[str, str, InvertingGradients]] = {
         InvertingGradients(iterations=400, space="low-resolution"),
     ),
 }
-ROWS = ("noisy", "blurred", "guided", "manifold")
+ROWS = ("guided", "noisy", "blurred", "manifold")
 
 
 @cache

@@ -174,16 +174,17 @@ def test_mde_lowers_its_own_objective(prior):
     clean, _ = pair()
     model = priors.diffusion(str(prior), "a test")
     aim = clean[:4] * 2 - 1
-    x, history = enhanced(model, aim, MDE(iterations=15, steps=5, lr=0.1), seeded(1))
-    assert history.shape == (16, 4)
+    x, history = enhanced(model, aim, MDE(iterations=25, steps=5, lr=0.1), seeded(1))
+    assert history.shape == (26, 4)
     torch.testing.assert_close((x - aim).square().flatten(1).mean(1), history.min(0).values)
-    assert (history.min(0).values < 0.5 * history[0]).all()
+    assert (history.min(0).values < 0.7 * history[0]).all()
 
 
 def test_mde_without_iterations_would_be_a_sample(prior):
     """The sampler is DDIM, deterministic: what comes out is of its manifold from the start."""
     model = priors.diffusion(str(prior), "a test")
     noise = torch.randn(2, 3, 16, 16, generator=seeded(4))
+    noise *= (16**2 * 3) ** 0.5 / noise.flatten(1).norm(dim=1).view(2, 1, 1, 1)
     shown = sampled(model, noise, 5, None)
     assert torch.equal(shown, sampled(model, noise, 5, None))
     aim = torch.zeros_like(noise)

@@ -6,16 +6,19 @@ review, 2025), Section 3.3: the masked diffusion enhancer, semantic postprocessi
 X̂ is the guess, μ_θ the picture that a frozen sampler makes of the noise X_T, and the network's
 predictions of the noise count as constants in the derivative. With DDIM as the sampler the picture
 is then X_T/√ᾱ_T plus a constant: the derivative is the difference itself, and a step costs one run
-of the sampler and no backward pass. Steps are those of Adam. What comes out is a picture that the
-sampler can make and that looks like the guess: not one that is right pixel by pixel.
+of the sampler and no backward pass. Steps are those of Adam, and after each X_T is brought back to
+the length √n that normal noise of n numbers has. What comes out is a picture that the sampler can
+make and that looks like the guess: not one that is right pixel by pixel.
 
 Differs from the paper: a small DDPM in place of a masked diffusion transformer, with classes only
-if the prior has them; DDIM with `steps` steps; the paper picks the iteration by eye, here it is a
-fixed number of `iterations`, and of these the one that comes closest to the guess.
+if the prior has them; DDIM with `steps` steps; the length of X_T is kept, without which pictures
+leave what the prior would draw; the paper picks the iteration by eye, here it is a fixed number of
+`iterations`, and of these the one that comes closest to the guess.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -71,7 +74,7 @@ def enhanced(
 ) -> tuple[Tensor, Tensor]:
     """Pictures in [−1, 1] close to `aim`, each the closest of its run; and their mean squared
     distance to it after each iteration, (iterations + 1, N)."""
-    start = torch.randn(aim.shape, generator=rng).to(aim)
+    start = _normal(torch.randn(aim.shape, generator=rng).to(aim))
     mean, square = torch.zeros_like(start), torch.zeros_like(start)
     x = sampled(model, start, options.steps, labels)
     best, history = x, [(x - aim).square().flatten(1).mean(1)]
@@ -80,13 +83,20 @@ def enhanced(
         mean.lerp_(slope, 1 - BETAS[0])
         square.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
         root = (square / (1 - BETAS[1] ** i)).sqrt() + 1e-8
-        start = start - options.lr * mean / (1 - BETAS[0] ** i) / root
+        start = _normal(start - options.lr * mean / (1 - BETAS[0] ** i) / root)
         x = sampled(model, start, options.steps, labels)
         off = (x - aim).square().flatten(1).mean(1)
         better = off < torch.stack(history).min(0).values
         best = torch.where(better.view(-1, 1, 1, 1), x, best)
         history.append(off)
     return best, torch.stack(history)
+
+
+def _normal(noise: Tensor) -> Tensor:
+    """The noise of each picture, as long as normal noise is."""
+    length = noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    scaled: Tensor = noise * (math.sqrt(noise[0].numel()) / length)
+    return scaled
 
 
 def sampled(model: Diffusion, x: Tensor, steps: int, labels: Tensor | None) -> Tensor:
