@@ -107,7 +107,7 @@ def forward(batch: int = 8) -> None:
     print(f"as it was peeled: {after_scale(as_peeled, wanted):.1e}")
 
 
-def joined(draws: int = 3) -> None:
+def joined(draws: int = 1) -> None:
     """That node in batches of four to seven, and the equations that it has for each unknown, with
     half of the entries above active."""
     name = "layer2_0_act2"
