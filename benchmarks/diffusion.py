@@ -6,7 +6,8 @@
     restore   guesses of a search in pixels (noisy) and at low resolution (blurred), before and
               after DDRM, MDE and total variation; beside each what it makes of noise alone
     guided    the guided sampler beside the search in pixels at the same CPU time, beside DDRM after
-              a shorter search, and beside samples of its prior that saw no update
+              a shorter search, and beside samples of its prior that saw no update; `hard` is the
+              same on a network on which the search in pixels fails
 
 CIFAR-10, 32 × 32, from the folder named by LEAKGAUGE_DATA: the prior knows 9,000 training images.
 Judged are 24 test images, every 400th, in batches of four; one step of SGD; the weights of the
@@ -56,7 +57,8 @@ RAW: dict[str, tuple[str, str, InvertingGradients]] = {
         InvertingGradients(iterations=400, space="low-resolution"),
     ),
 }
-ROWS = ("guided", "noisy", "blurred", "manifold")
+HARD = "lenet-zhu", "wide-uniform", InvertingGradients(iterations=400)
+ROWS = ("guided", "noisy", "blurred", "manifold", "guided, hard")
 
 
 @cache
@@ -146,8 +148,8 @@ def restore(kind: str, batch: int, place: str, model: priors.Diffusion) -> dict[
     return rows
 
 
-def guided(batch: int, place: str, model: priors.Diffusion) -> dict[str, Any]:
-    network, init, search = RAW["noisy"]
+def guided(kind: str, batch: int, place: str, model: priors.Diffusion) -> dict[str, Any]:
+    network, init, search = RAW["noisy"] if kind == "guided" else HARD
     seen, truth = played(network, init, batch)
     known = replace(seen, kept=priors.load(place))
     rng = seeded("attack", "guided", batch)
@@ -184,8 +186,8 @@ def run(out: Path, place: str) -> None:
         for batch in range(BATCHES):
             if (kind, batch) in done:
                 continue
-            if kind == "guided":
-                rows = guided(batch, place, model)
+            if kind.startswith("guided"):
+                rows = guided(kind, batch, place, model)
             elif kind == "manifold":
                 rows = drawn(batch, model)
             else:
@@ -240,11 +242,10 @@ def show(out: Path) -> None:
 
 def gains(kind: str, lines: list[dict[str, Any]]) -> None:
     """Differences image by image, of the pairs that matter."""
-    pairs = {
-        "guided": [("guided", "prior alone"), ("guided", "search, same CPU")],
-        "manifold": [],
-    }.get(kind, [("ddrm", "raw"), ("mde", "raw"), ("total-variation", "raw"),
-                 ("ddrm", "ddrm, noise alone"), ("mde", "mde, noise alone")])  # fmt: skip
+    led = [("guided", "prior alone"), ("guided", "search, same CPU")]
+    restored = [("ddrm", "raw"), ("mde", "raw"), ("total-variation", "raw")]
+    restored += [("ddrm", "ddrm, noise alone"), ("mde", "mde, noise alone")]
+    pairs = {"guided": led, "guided, hard": led, "manifold": []}.get(kind, restored)
     for one, other in pairs:
         words = []
         for key, digits in (("psnr", 1), ("lpips", 3)):
