@@ -63,7 +63,7 @@ CHUNG = Paper(
 
 @dataclass(frozen=True)
 class GuidedDiffusion:
-    """Draws from a diffusion prior, led by the gradient (Chung 2023)."""
+    """Draws from a prior, led by the gradient (Chung 2023)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (CHUNG, HO)
     extras: ClassVar[tuple[tuple[str, str], ...]] = EXTRAS

@@ -60,7 +60,7 @@ BLURRED = 0.05  # of the variance may be lost by a scale that counts as the gues
 
 @dataclass(frozen=True)
 class DDRM:
-    """Takes noise off, and adds a finer scale, by a diffusion model (Kawar 2022)."""
+    """Takes noise and blur off by a diffusion prior (Kawar 2022)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     extras: ClassVar[tuple[tuple[str, str], ...]] = EXTRAS

@@ -44,7 +44,7 @@ BETAS = (0.9, 0.999)  # of Adam
 
 @dataclass(frozen=True)
 class MDE:
-    """Finds the noise of which a diffusion model makes about the guess."""
+    """Makes what a diffusion prior has that is like the guess."""
 
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     extras: ClassVar[tuple[tuple[str, str], ...]] = EXTRAS
