@@ -151,12 +151,11 @@ class Estimate:
     least: dict[str, float]
 
     def through(self, update: Named) -> Named:
-        """What this defence leaves of an update; where it was not sent, what is too large."""
-        if self.by_tensor:
-            lengths = {n: float(u.double().norm()) for n, u in update.items()}
-        else:
-            whole = math.sqrt(sum(float(u.double().norm()) ** 2 for u in update.values()))
-            lengths = dict.fromkeys(update, whole)
+        """What this defence leaves of an update; where it was not sent, what is too large. Lengths
+        are those of what is sent."""
+        parts = {n: float(u[self.sent[n].to(u.device)].double().norm()) for n, u in update.items()}
+        whole = math.sqrt(sum(length**2 for length in parts.values()))
+        lengths = parts if self.by_tensor else dict.fromkeys(update, whole)
         found: Named = {}
         for name, value in update.items():
             cut = value * min(1.0, self.bound / max(lengths[name], 1e-300))
