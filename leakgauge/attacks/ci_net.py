@@ -52,7 +52,7 @@ MORE = 4  # weights per value of the batch, at least
 
 @dataclass(frozen=True)
 class CINet(LabelledSearch):
-    """Searches the weights of an untrained network (Zhang 2023).
+    """Searches an untrained network (Zhang 2023).
 
     `space` puts another space in the place of its network."""
 

@@ -65,7 +65,7 @@ DIAGONAL = 400  # unknowns above which CMA-ES keeps their variances and no covar
 
 @dataclass(frozen=True)
 class GGL(PriorSearch):
-    """Searches a generator's latents without derivatives (Li 2022).
+    """Searches latents without derivatives (Li 2022).
 
     An iteration is one generation of CMA-ES: `population` candidates."""
 

@@ -49,7 +49,7 @@ PAPER = Paper(
 
 @dataclass(frozen=True)
 class GIAS(PriorSearch):
-    """Searches a generator's latents, then its weights (Jeon 2021).
+    """Searches latents, then a generator's weights (Jeon 2021).
 
     `restarts` are those of the latents: the best one's weights are searched."""
 

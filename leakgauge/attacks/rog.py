@@ -74,7 +74,7 @@ RESTORER = "restorer."
 
 @dataclass(frozen=True)
 class ROG(PriorSearch):
-    """Searches few numbers, then restores what they lose (Yue 2023).
+    """Searches few numbers, then restores (Yue 2023).
 
     `prior` is the folder of an autoencoder, whose codes are then searched; without it, pixels at
     1/`factor` of the sides. `steps` are those of the restorer's fit."""

@@ -70,7 +70,7 @@ SLOPE = 0.2  # of the leaky ReLUs below zero
 
 @dataclass(frozen=True)
 class GAN:
-    """A generator of pictures, trained against a judge (Goodfellow 2014)."""
+    """A generator, trained against a judge (Goodfellow 2014)."""
 
     papers: ClassVar[tuple[Paper, ...]] = (GOODFELLOW, MIYATO)
     kind: ClassVar[str] = "gan"
