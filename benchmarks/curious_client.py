@@ -191,7 +191,7 @@ def uneven() -> Iterable[tuple[str, Case]]:
 
 def rate() -> Iterable[tuple[str, Case]]:
     lrs = [0.03 * factor for factor in (0.25, 0.5, 1, 2, 4)]
-    for lr in lrs:
+    for lr in sorted([*lrs, *(0.03 * factor for factor in (0.8, 0.9, 1.1, 1.25))]):
         yield f"takes {lr:g} for 0.03", Case(options={"lrs": (lr,)} if lr != 0.03 else {})
     yield "search over these five", Case(options={"lrs": tuple(lrs), "tries": 60})
     yield "search over 2, 3, 4 clients", Case(options={"clients": (2, 3, 4), "tries": 60})

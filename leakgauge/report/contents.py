@@ -71,7 +71,7 @@ ACTORS = {
     ),
     "client": (
         "A curious client",
-        "two consecutive global models, and its own records",
+        "two consecutive global models, its own records, and the update that it sent itself",
         "any other client's update or images",
     ),
     "eavesdropper": (
