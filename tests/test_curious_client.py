@@ -406,3 +406,18 @@ def test_a_plan_is_refused_in_words(
     table = PLAN | {"federation": PLAN["federation"] | federation_}
     with pytest.raises(PlanError, match=words):
         parse(table | {"threat": PLAN["threat"] | threat}, "client", tmp_path)
+
+
+@pytest.mark.parametrize(("side", "factor"), [(8, 1), (16, 2), (28, 4), (64, 4)])
+def test_small_pictures_keep_pixels_to_search(side: int, factor: int) -> None:
+    """A quarter of the side of a small picture would hide what its update shows."""
+    images = torch.rand(12, 1, side, side, generator=seeded(2))
+    data = replace(digits(), inputs=images, labels=torch.arange(12) % 10)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(side * side, 10))
+    training = LocalTraining(batch_size=2, lr=0.1)
+    seen = observe(simulate(Scenario(lambda: model, data, training, clients=2), seeded(4)), CLIENT)
+    found, same = (
+        CuriousClient(iterations=3, exact=False, factor=one).reconstruct(seen, seeded()).inputs
+        for one in (None, factor)
+    )
+    assert torch.equal(found, same)

@@ -31,7 +31,8 @@ Needs: the local training and the number of records, unless `counts` or `clients
 are inferred from what is searched.
 Differs from the paper: its own update is subtracted (`own = "ignore"` is the paper's); the distance
 is divided by ‖u‖², which moves no minimum; labels by the rule `counts`; 300 iterations by default;
-the best iterate by the objective is returned. Post-processing is the restorers' part.
+the best iterate by the objective is returned; small pictures keep at least 7 pixels a side.
+Post-processing is the restorers' part.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ from leakgauge.attacks.fedavg import dealt
 from leakgauge.errors import InputError, NotApplicable, Withheld
 from leakgauge.papers import Paper
 from leakgauge.ranges import POSITIVE, count, option
+from leakgauge.records import pictures
 from leakgauge.tensors import spawned
 from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 NAME = "curious-client"
+FACTOR = 4  # the paper's, of pictures of 128 × 128
+LEAST = 7  # pixels a side that it leaves of smaller ones
 
 PAPER = Paper(
     "curiousclient2025",
@@ -82,7 +86,7 @@ class CuriousClient(LabelledSearch):
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     iterations: int = 300
     space: SpaceName | None = "low-resolution"
-    factor: int = option(4, count(64))
+    factor: int | None = option(None, count(64))  # None: 4, or what leaves LEAST pixels a side
     lr: float = 0.1
     distance: Literal["squared", "cosine"] = "squared"
     own: Literal["auto"] | Own = "auto"
@@ -234,7 +238,8 @@ class CuriousClient(LabelledSearch):
         labels = self._labels(seen, rng, known)
         space: Space = SPACES[self.space or "low-resolution"]()
         if isinstance(space, LowResolution):
-            space = LowResolution(self.factor)
+            side = min(pictures(seen.record).shape[1:])
+            space = LowResolution(self.factor or max(1, min(FACTOR, side // LEAST)))
         places = torch.arange(records)
         if known:
             assert seen.own is not None
