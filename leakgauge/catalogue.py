@@ -62,7 +62,7 @@ KINDS: dict[str, Kind] = {
         "restorer",
     ),
     "priors": Kind(
-        "what pictures look like, learned from public records (leakgauge prior train)",
+        "what pictures look like, learned by leakgauge prior train",
         "leakgauge.priors:KINDS",
     ),
     "detectors": Kind(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import leakgauge as lg
-from leakgauge.attacks import _decoder, _fit
+from leakgauge import fitting
+from leakgauge.attacks import _decoder
 from leakgauge.attacks._decoder import Fit, decode, fit, layout, pictures, varied
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
@@ -146,7 +147,7 @@ def test_none_held_out_is_among_the_variants(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_best_on_images_held_out_is_kept_and_patience_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_fit, "PATIENCE", 3)
+    monkeypatch.setattr(fitting, "PATIENCE", 3)
     seen: list[float] = []
     judged = _decoder._Pairs.psnr
 

@@ -211,6 +211,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "separate-and-decode": {"steps": 2, "images": 32, "evaluations": 20},
     "git": {"pairs": 24, "steps": 2},
     "guided-diffusion": {"training": 1},
+    **{key: {"steps": 2} for key in ("fedinverse", "ggl", "gias", "rog")},
     "lti": {"pairs": 24, "steps": 2},
 }
 

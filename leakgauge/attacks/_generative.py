@@ -52,6 +52,7 @@ class PriorSearch:
     def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
     ) -> Preparation:
+        pictures(target.record)
         small = GAN(steps=self.steps)
         kept = priors.of(self.prior, GAN.kind, small, target.public, rng, resources)
         fits(GANPrior.of(kept).shape, target)

@@ -31,7 +31,7 @@ Needs: the local training and the number of records, unless `counts` or `clients
 are inferred from what is searched.
 Differs from the paper: its own update is subtracted (`own = "ignore"` is the paper's); the distance
 is divided by ‖u‖², which moves no minimum; labels by the rule `counts`; 300 iterations by default;
-the best iterate by the objective is returned; small pictures keep at least 7 pixels a side.
+the best iterate by the objective is returned; small pictures keep at least 7 pixels per side.
 Post-processing is the restorers' part.
 """
 
@@ -64,11 +64,11 @@ from leakgauge.types import Knowledge, Observation, Reconstruction, Resources
 
 NAME = "curious-client"
 FACTOR = 4  # the paper's, of pictures of 128 × 128
-LEAST = 7  # pixels a side that it leaves of smaller ones
+LEAST = 7  # pixels per side that it leaves of smaller ones
 
 PAPER = Paper(
     "curiousclient2025",
-    "{Anonymous authors}",
+    "Authors, Anonymous",
     "Federated Learning Nodes Can Reconstruct Peers' Image Data",
     2025,
     "Under double-blind review",
@@ -86,7 +86,7 @@ class CuriousClient(LabelledSearch):
     papers: ClassVar[tuple[Paper, ...]] = (PAPER,)
     iterations: int = 300
     space: SpaceName | None = "low-resolution"
-    factor: int | None = option(None, count(64))  # None: 4, or what leaves LEAST pixels a side
+    factor: int | None = option(None, count(64))  # None: 4, or what leaves LEAST pixels per side
     lr: float = 0.1
     distance: Literal["squared", "cosine"] = "squared"
     own: Literal["auto"] | Own = "auto"

@@ -44,6 +44,7 @@ from leakgauge.papers import Paper
 from leakgauge.priors._pictures import decibels
 from leakgauge.priors.autoencoder import AutoencoderPrior
 from leakgauge.ranges import FROM_0, count, option
+from leakgauge.records import pictures
 from leakgauge.tensors import spawned
 from leakgauge.types import (
     Kept,
@@ -95,6 +96,7 @@ class ROG(PriorSearch):
     def prepare(
         self, target: Target, rng: torch.Generator, resources: Resources | None = None
     ) -> Preparation:
+        pictures(target.record)
         public, resources = public_of(target, "rog"), resources or Resources()
         known = priors.load(self.prior) if self.prior else Kept()
         if self.prior:
