@@ -1,13 +1,13 @@
 """Trains a network for the rows on trained models, and keeps it at several stages.
 
-    python benchmarks/train_network.py --model resnet-10 --out DIR [--epochs 12,5]
+    python benchmarks/train_network.py --model resnet-10 --out DIR [--epochs 12,5] [--batch 128]
 
 CIFAR-10 training images from the folder named by LEAKGAUGE_DATA, batch norm in train mode, SGD with
-momentum, one cycle of the rate. The first epochs see images of half the side, which cost a quarter.
-The last 1,000 training images are held out. DIR gets `25.safetensors`, `50.safetensors` and
-`75.safetensors`, kept when the accuracy on them first reached that share, and `best.safetensors`,
-the end of the training; the accuracies on all test images are printed and written to
-`accuracy.json`. Weights are not part of the repository.
+momentum, one cycle of the rate, whose height goes with the batch. The first epochs see images of
+half the side, which cost a quarter. The last 1,000 training images are held out. DIR gets `25.safetensors`,
+`50.safetensors` and `75.safetensors`, kept when the accuracy on them first reached that share, and
+`best.safetensors`, the end of the training; the accuracies on all test images are printed and
+written to `accuracy.json`. Weights are not part of the repository.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from leakgauge import models
 
 STAGES = (25, 50, 75)
-BATCH = 128
+RATE = 0.1 / 128  # the highest, for each record of a batch
 HELD = 1000
 
 
@@ -55,21 +55,25 @@ def shifted(x: Tensor, rng: torch.Generator) -> Tensor:
     return torch.cat(parts).to(memory_format=torch.channels_last)
 
 
-def train(name: str, out: Path, epochs: tuple[float, float], seed: int, width: float) -> None:
+def train(
+    name: str, out: Path, epochs: tuple[float, float], batch: int, seed: int, width: float
+) -> None:
     data, test = images("cifar10", "train", 32), images("cifar10", "test", 32)
     held = data.inputs[-HELD:], data.labels[-HELD:]
     rng = torch.Generator().manual_seed(seed)
     options = {} if width == 1 else {"width": width}
     model = models.make(name, shape=(3, 32, 32), classes=10, rng=rng, **options).train()
     model = model.to(memory_format=torch.channels_last)
-    small, large = (int(e * (len(data) - HELD) / BATCH) for e in epochs)
-    search = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
-    rate = torch.optim.lr_scheduler.OneCycleLR(search, 0.1, total_steps=small + large)
+    small, large = (int(e * (len(data) - HELD) / batch) for e in epochs)
+    search = torch.optim.SGD(
+        model.parameters(), RATE * batch, 0.9, weight_decay=5e-4, nesterov=True
+    )
+    rate = torch.optim.lr_scheduler.OneCycleLR(search, RATE * batch, total_steps=small + large)
     out.mkdir(parents=True, exist_ok=True)
     waiting = list(STAGES)
     reached: dict[str, float] = {}
     for step in range(small + large):
-        chosen = torch.randint(len(data) - HELD, (BATCH,), generator=rng)
+        chosen = torch.randint(len(data) - HELD, (batch,), generator=rng)
         x = normalised(data.inputs[chosen])
         if step < small:
             x = F.avg_pool2d(x, 2)
@@ -96,11 +100,12 @@ def main() -> None:
     parser.add_argument("--model", default="resnet-10")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", default="12,5", help="at half the side, and at the full side")
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--width", type=float, default=1.0)
     given = parser.parse_args()
     small, large = map(float, given.epochs.split(","))
-    train(given.model, given.out, (small, large), given.seed, given.width)
+    train(given.model, given.out, (small, large), given.batch, given.seed, given.width)
 
 
 if __name__ == "__main__":
