@@ -4,10 +4,11 @@
 
 CIFAR-10 training images from the folder named by LEAKGAUGE_DATA, batch norm in train mode, SGD with
 momentum, one cycle of the rate, whose height goes with the batch. The first epochs see images of
-half the side, which cost a quarter. The last 1,000 training images are held out. DIR gets `25.safetensors`,
-`50.safetensors` and `75.safetensors`, kept when the accuracy on them first reached that share, and
-`best.safetensors`, the end of the training; the accuracies on all test images are printed and
-written to `accuracy.json`. Weights are not part of the repository.
+half the side, which cost a quarter. The last 1,000 training images are held out. DIR gets
+`25.safetensors`, `50.safetensors` and `75.safetensors`, kept when the accuracy on them was first
+seen to have reached that share (`--every` so many steps), and `best.safetensors`, the end of the
+training; the accuracies on all test images are printed and written to `accuracy.json`. Weights are
+not part of the repository.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def shifted(x: Tensor, rng: torch.Generator) -> Tensor:
     return torch.cat(parts).to(memory_format=torch.channels_last)
 
 
-def train(
-    name: str, out: Path, epochs: tuple[float, float], batch: int, seed: int, width: float
-) -> None:
+def train(given: argparse.Namespace) -> None:
+    out, batch = given.out, given.batch
+    epochs = map(float, given.epochs.split(","))
     data, test = images("cifar10", "train", 32), images("cifar10", "test", 32)
     held = data.inputs[-HELD:], data.labels[-HELD:]
-    rng = torch.Generator().manual_seed(seed)
-    options = {} if width == 1 else {"width": width}
-    model = models.make(name, shape=(3, 32, 32), classes=10, rng=rng, **options).train()
+    rng = torch.Generator().manual_seed(given.seed)
+    options = {} if given.width == 1 else {"width": given.width}
+    model = models.make(given.model, shape=(3, 32, 32), classes=10, rng=rng, **options).train()
     model = model.to(memory_format=torch.channels_last)
     small, large = (int(e * (len(data) - HELD) / batch) for e in epochs)
     search = torch.optim.SGD(
@@ -82,7 +83,7 @@ def train(
         loss.backward()
         search.step()
         rate.step()
-        if step % 50 == 49 or step == small + large - 1:
+        if (step + 1) % given.every == 0 or step == small + large - 1:
             share = accuracy(model, *held)
             print(f"{step + 1} of {small + large}: {loss.detach():.3f}, {share:.1%}", flush=True)
             while waiting and share >= waiting[0] / 100:
@@ -101,11 +102,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", default="12,5", help="at half the side, and at the full side")
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--every", type=int, default=50, help="steps between looks at accuracy")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--width", type=float, default=1.0)
-    given = parser.parse_args()
-    small, large = map(float, given.epochs.split(","))
-    train(given.model, given.out, (small, large), given.batch, given.seed, given.width)
+    train(parser.parse_args())
 
 
 if __name__ == "__main__":
