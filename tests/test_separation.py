@@ -19,31 +19,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from leakgauge import models
+from leakgauge.attacks._joined import joined_at
+from leakgauge.attacks._known import Peeled, signals_of
+from leakgauge.attacks._linear import most, smallest, supports
 from leakgauge.attacks._path import Path
-from leakgauge.attacks._peeling import (
-    Peeled,
-    Watch,
-    _joined,
-    _signals,
-    _solved,
-    _stands_out,
-    peel,
-)
-from leakgauge.attacks._separation import (
-    Separated,
-    biases,
-    common_maps,
-    gradient_of,
-    most,
-    rectified,
-    row_space,
-    separable,
-    silent,
-    smallest,
-    supports,
-    together,
-    windows,
-)
+from leakgauge.attacks._peeling import Watch, _counted, _solved, _stands_out, peel
+from leakgauge.attacks._rays import rectified
+from leakgauge.attacks._separation import Separated, gradient_of, separable
+from leakgauge.attacks._span import common_maps, row_space, windows
+from leakgauge.attacks._steps import biases, silent, together
 from leakgauge.attacks._trace import Trace
 from leakgauge.data.photos import photos
 from leakgauge.errors import NotApplicable
@@ -93,10 +77,11 @@ class Client:
         return Trace(self.seen.model, self.seen.record.shape, train=train)
 
     def weights(self) -> list[Named]:
-        """Those that each step began with, by torch.optim in double precision."""
+        """Those that each step began with, by torch.optim in the client's own precision: in another
+        a ReLU may be on where the client's was off, and the next step begins elsewhere."""
         training = self.seen.training
         assert training is not None
-        model = copy.deepcopy(self.seen.model).double().eval()
+        model = copy.deepcopy(self.seen.model).eval()
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.train(training.batch_norm == "train")
@@ -108,9 +93,9 @@ class Client:
         )
         found = []
         for rows in self.rows():
-            found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+            found.append({n: p.detach().double() for n, p in model.named_parameters()})
             optimiser.zero_grad()
-            logits = model(self.entering(rows))
+            logits = model(self.seen.record.entering(self.batch.inputs[rows]))
             nn.functional.cross_entropy(logits, self.batch.labels[rows]).backward()
             optimiser.step()
         return found
@@ -336,7 +321,8 @@ def test_activations_above_are_met_through_skips_and_norms_of_any_weight() -> No
     first = trace.named("relu")
     assert done.lowest is first
     compared(found, done.known.pop(first), one.truth("relu"))
-    joined = _joined(done, first, _signals(done, first))
+    every = signals_of(done, first)
+    joined = joined_at(done, first, every, _counted(done, first, every))
     assert joined is not None
     assert len(joined.skips) == 1
 
