@@ -26,14 +26,10 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from leakgauge import threat
-from leakgauge.attacks._peeling import (
-    Equation,
-    _counted,
-    _gradient_equation,
-    _signals,
-    _solve,
-    _System,
-)
+from leakgauge.attacks._channels import System
+from leakgauge.attacks._known import signals_of
+from leakgauge.attacks._linear import Equation, solve
+from leakgauge.attacks._peeling import _counted, _gradient_equation
 from leakgauge.attacks._separation import gradient_of
 from leakgauge.attacks.exact_recursion import Read
 from leakgauge.fl import Scenario, simulate
@@ -81,13 +77,13 @@ def forward(batch: int = 8) -> None:
     as_peeled = done.known.pop(node)
     wanted = torch.empty(batch, *trace.shape[node], dtype=torch.float64)
     wanted[order] = true.at(trace, node)[0]
-    every = _signals(done, node)
+    every = signals_of(done, node)
     print(f"{node.name}: {_counted(done, node, every):.2f} gradient equations per unknown")
     gradients: list[Equation] = []
     above: list[Equation] = []
     relus = [trace.named("layer3_0_act1"), trace.named("layer3_0_act2")]
     for rows, relu in zip(every, relus, strict=True):
-        system = _System(done, node, rows)
+        system = System(done, node, rows)
         system.follow(node, wanted)
         signal = system.at_layer.transpose(0, 1).reshape(rows.signal.shape)
         good = torch.ones(signal.shape[1], dtype=torch.bool)
@@ -99,7 +95,7 @@ def forward(batch: int = 8) -> None:
     print("| equations | residual | error | most negative | CPU-s |\n|---|---|---|---|---|")
     for title, equations in (("gradients", gradients), ("and forward", gradients + above)):
         began = time.process_time()
-        found, residual = _solve(equations, torch.zeros_like(wanted), 1200)
+        found, residual = solve(equations, torch.zeros_like(wanted), 1200)
         error = float((found - wanted).norm() / wanted.norm())
         negative = float(-found.min() / found.max())
         seconds = time.process_time() - began
@@ -162,7 +158,7 @@ def pools(rounds: int = 30) -> None:
             return out.gather(2, at.flatten(2)).view_as(pooled) * active
 
         equations: list[Equation] = [(lambda v: gradient(v, at), observed), (leaving, pooled)]
-        return _solve(equations, begin, 200)[0]
+        return solve(equations, begin, 200)[0]
 
     def told(title: str, at: Tensor, value: Tensor) -> None:
         wrong = float(((at != places) & active).sum() / active.sum())

@@ -12,17 +12,12 @@ from torch import Tensor, nn
 
 from leakgauge import metrics, models
 from leakgauge.attacks import ExactRecursion, _separation
-from leakgauge.attacks._peeling import Peeled, Watch, _solve, _solved, peel
-from leakgauge.attacks._separation import (
-    common_maps,
-    gradient_of,
-    least_squares,
-    row_space,
-    separable,
-    separate,
-    sparse_rays,
-    windows,
-)
+from leakgauge.attacks._known import Peeled
+from leakgauge.attacks._linear import least_squares, solve
+from leakgauge.attacks._peeling import Watch, _solved, peel
+from leakgauge.attacks._rays import sparse_rays
+from leakgauge.attacks._separation import gradient_of, separable, separate
+from leakgauge.attacks._span import common_maps, row_space, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Read
 from leakgauge.data import load
@@ -238,7 +233,7 @@ def test_conjugate_gradients_go_on_from_what_is_there() -> None:
         torch.randn(*shape, generator=seeded(n)).double()
         for n, shape in enumerate([(30, 12), (12,), (12,)])
     )
-    found, residual = _solve([(lambda value: matrix @ value + 1, matrix @ wanted + 1)], begin, 40)
+    found, residual = solve([(lambda value: matrix @ value + 1, matrix @ wanted + 1)], begin, 40)
     assert torch.allclose(found, wanted, atol=1e-6)
     assert residual < 1e-6
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from leakgauge import models
 from leakgauge.attacks import Exposure, LayerExposure, exposure, separable
 from leakgauge.attacks._limits import ZEROS, held, overlap_limit, rank_limit
-from leakgauge.attacks._separation import common_maps, row_space, sparse_rays, windows
+from leakgauge.attacks._rays import sparse_rays
+from leakgauge.attacks._span import common_maps, row_space, windows
 from leakgauge.attacks._trace import Trace
 from leakgauge.audit import Plan, exposures, parse
 from leakgauge.audit.bench import Bench

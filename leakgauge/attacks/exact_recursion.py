@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._finish import finish
+from leakgauge.attacks._invert import FOUND, invert
+from leakgauge.attacks._known import Peeled
 from leakgauge.attacks._layers import told
-from leakgauge.attacks._peeling import FOUND, Peeled, Watch, invert, peel
+from leakgauge.attacks._peeling import Watch, peel
 from leakgauge.attacks._separation import gradient_of, separate, traced
 from leakgauge.errors import InputError
 from leakgauge.fl.local import advance, minibatches, outputs, ready, start

@@ -1,0 +1,300 @@
+"""A layer's input from its weight gradient alone: the same small matrix for all its channels.
+
+For each channel c of the input t, output j and offset o of the kernel,
+
+    G_jco = Σ_n Σ_p δ_njp · t_nc[pixel of (p, o)].
+
+One Cholesky factor solves that for all channels, in double precision. Behind a batch norm in train
+mode the signals depend on what the layer puts out, which is sought: its statistics follow from each
+solution, and the next solution from them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from leakgauge.attacks._known import Peeled, Rows, Solution, weight_gradient
+from leakgauge.attacks._linear import least_squares, smallest, supports
+from leakgauge.attacks._span import windows
+from leakgauge.attacks._steps import usual_energy
+from leakgauge.errors import NotApplicable
+
+RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
+NORM_ROUNDS = 150  # times that a batch norm's statistics follow from what was solved with them
+NORM_SOLVED = 1e-7  # by how much they may still move at the end
+SIZED = 0.1  # share by which signals whose size no bias told may be off
+GROUND = 3e-4  # entries this near a channel's least, as a share of its range, are its zeros
+
+
+def by_channel(
+    done: Peeled, node: fx.Node, systems: list[System], good: dict[fx.Node, Tensor]
+) -> Solution:
+    """The activations of `node` by least squares, the same small matrix for all its channels; the
+    residual, and what the gradients lack.
+
+    Behind a batch norm in train mode a signal is γ/σ·(δ − mean δ − û·mean(δû)), step by step. σ and
+    û are those of what the layer puts out, which is sought: they begin as constants, or as they
+    were with other rows, and follow from each solution.
+    """
+    trace, records = done.trace, len(done.start.maps)
+    shape, pixels = trace.shape[node], systems[0].pixels
+    flat = (shape.numel() // pixels, pixels)
+    for system in systems:
+        system.good = good[system.rows.layer]
+    value, null = torch.zeros(()), None
+    for _ in range(NORM_ROUNDS):
+        sums = [system.equations(flat[0]) for system in systems]
+        normal, right = (torch.stack(part).sum(0) for part in zip(*sums, strict=True))
+        normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()))
+        solved = torch.cholesky_solve(right, torch.linalg.cholesky(normal))  # (N·pixels, channels)
+        if null is None:
+            null = _open(normal, len(done.start.steps))
+        value = solved.view(records, flat[1], flat[0]).transpose(1, 2)
+        value = grounded(value, null).reshape(records, *shape)
+        if not trace.norms:
+            break
+        if all(system.rows.norm for system in systems):  # without one its size is told
+            value = usual_size(done, node, value)
+        moved = max(system.follow(node, value) for system in systems)
+        if moved < NORM_SOLVED:
+            break
+    if trace.norms:
+        for system in systems:
+            system.sized(value.reshape(records, *flat))
+    lacks = {system.rows.layer: system.lack(value.reshape(records, *flat)) for system in systems}
+    kept = [lacks[s.rows.layer][good[s.rows.layer]] for s in systems]
+    size = sum(float(s.target[s.good].square().sum()) for s in systems) ** 0.5
+    residual = sum(float(k.square().sum()) for k in kept) ** 0.5 / size
+    return value, residual, lacks
+
+
+class System:
+    """The equations that one layer's weight gradient gives of its input."""
+
+    def __init__(self, done: Peeled, node: fx.Node, rows: Rows):
+        self.done, self.rows = done, rows
+        self.good = torch.ones(rows.signal.shape[1], dtype=torch.bool)  # rows that count
+        trace = done.trace
+        layer = trace.layer(rows.layer)
+        self.observed = done.observed(rows.layer)
+        self.pixels = 1
+        self.sides: tuple[int, ...] = (1, 1)  # of the layer's input
+        self.places: tuple[int, ...] = (1, 1)  # and of its output
+        self.seen = torch.ones(1, 1, dtype=torch.long)
+        if not isinstance(layer, nn.Linear):
+            self.pixels = trace.shape[node][1:].numel()
+            self.sides = tuple(trace.shape[rows.layer.all_input_nodes[0]][1:])
+            self.places = tuple(trace.shape[rows.layer][1:])
+            numbers = torch.arange(1, self.pixels + 1, dtype=torch.float64).view(1, 1, *self.sides)
+            self.seen = windows(numbers, layer)[0].long()
+        self.observed = self.observed.view(len(self.observed), -1, self.seen.shape[1])
+        self.signal = rows.signal.flatten(2) if rows.signal.dim() > 2 else rows.signal[:, :, None]
+        self.signal = self.signal.transpose(0, 1)  # (outputs, N, positions)
+        self.target = self.observed
+        self.at_layer = self.signal
+        if rows.norm is not None:
+            norm = trace.module.get_submodule(str(rows.norm.target))
+            assert isinstance(norm, _BatchNorm)
+            self.norm = norm
+            self.normal = torch.zeros_like(self.signal)  # û
+            sizes = layer.weight.detach().flatten(1).norm(dim=1)
+            self.sigma = sizes[:, None].expand(-1, self.signal.shape[1]).clone()
+            self.behind()
+
+    def gamma(self) -> Tensor:
+        """The weights of the batch norm, as they stand."""
+        weight = self.norm.weight
+        return torch.ones_like(self.sigma[:, 0]) if weight is None else weight.detach().clone()
+
+    def behind(self) -> None:
+        """The signals at the layer itself, from those behind its batch norm."""
+        found = torch.zeros_like(self.signal)
+        for step, weights in self.done.steps:
+            with self.done.trace.holding(weights):
+                gamma = self.gamma()
+            signal, normal = self.signal[:, step], self.normal[:, step]
+            signal = signal - signal.mean((1, 2), keepdim=True)
+            signal = signal - normal * (signal * normal).mean((1, 2), keepdim=True)
+            signal = signal - signal.mean((1, 2), keepdim=True)
+            found[:, step] = signal * (gamma[:, None] / self.sigma[:, step])[:, :, None]
+        self.at_layer = found
+
+    def equations(self, channels: int) -> tuple[Tensor, Tensor]:
+        """The normal matrix (N·pixels)², and the right side for every channel."""
+        # Every row counts alike: its signals are brought to one size.
+        weight = self.at_layer.flatten(1).norm(dim=1)
+        keep = self.good & (weight > 1e-9 * weight.max())
+        signal = self.at_layer[keep] / weight[keep, None, None]
+        target = self.target[keep] / weight[keep, None, None]
+        right = signal.new_zeros(signal.shape[1] * self.pixels, channels)
+        for offset in range(self.seen.shape[1]):
+            right += self._spread(signal, offset).T @ target[:, :, offset]
+        return self.normal_matrix(signal), right
+
+    def normal_matrix(self, signal: Tensor) -> Tensor:
+        """(N·pixels)², the same for every channel of the input, of these signals."""
+        records, flat = signal.shape[1], signal.flatten(1)
+        # Every offset of the kernel sees the same products of signals, each at its own pixels.
+        products = (flat.T @ flat).view(records, *self.places, records, *self.places)
+        found = signal.new_zeros(records, *self.sides, records, *self.sides)
+        for offset in range(self.seen.shape[1]):
+            at, pixels = self._grids(offset)
+            found[(slice(None), *pixels) * 2] += products[(slice(None), *at) * 2]
+        return found.view(records * self.pixels, -1)
+
+    def _grids(self, offset: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+        """The positions, down and across, whose windows have a kernel's offset inside the input,
+        and the pixels that they see there."""
+        pixel = self.seen[:, offset].view(self.places) - 1
+        down, across = ((pixel >= 0).any(side).nonzero()[:, 0] for side in (1, 0))
+        inside = pixel[down][:, across]
+        if not inside.numel():
+            return (slice(0), slice(0)), (slice(0), slice(0))
+        rows, columns = inside[:, 0] // self.sides[1], inside[0] % self.sides[1]
+        return (_evenly(down), _evenly(across)), (_evenly(rows), _evenly(columns))
+
+    def _spread(self, signal: Tensor, offset: int) -> Tensor:
+        """The signals, at the pixels that a kernel's offset sees: (outputs, N·pixels)."""
+        outputs, records, _ = signal.shape
+        inside = (self.seen[:, offset] > 0).nonzero()[:, 0]
+        spread = signal.new_zeros(outputs, records, self.pixels)
+        spread[:, :, self.seen[inside, offset] - 1] = signal[:, :, inside]
+        return spread.view(outputs, -1)
+
+    def follow(self, node: fx.Node, value: Tensor) -> float:
+        """Take û and σ from what the layer puts out of this value; by how much û moved."""
+        if self.rows.norm is None:
+            return 0.0
+        before = self.normal
+        normal, sigma = torch.zeros_like(before), torch.zeros_like(self.sigma)
+        for step, weights in self.done.steps:
+            with self.done.trace.holding(weights):
+                out = self.centred(node, value[step])
+            deviation = (out.square().mean((1, 2)) + self.norm.eps).sqrt()
+            normal[:, step] = out / deviation[:, None, None]
+            sigma[:, step] = deviation[:, None].expand(-1, len(step))
+        self.normal, self.sigma = normal, sigma
+        self.behind()
+        self._learn(value)
+        return float((normal - before).norm() / normal.norm())
+
+    def centred(self, node: fx.Node, value: Tensor) -> Tensor:
+        """What the layer puts out of this value of the node, less its mean: (outputs, N, …)."""
+        out: Tensor = self.done.trace.affine(self.rows.layer, {node: value}, {})
+        out = out.transpose(0, 1)
+        out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
+        return out - out.mean((1, 2), keepdim=True)
+
+    def weight_gradient(self, node: fx.Node, value: Tensor, signal: Tensor) -> Tensor:
+        """The gradient (outputs, channels, offsets) that signals (outputs, N, positions) give."""
+        layer = self.done.trace.layer(self.rows.layer)
+        seen = self.done.entering(self.rows.layer, node, value)
+        given = signal.transpose(0, 1)
+        flat = isinstance(layer, nn.Linear)
+        given = given[:, :, 0] if flat else given.reshape(*given.shape[:2], *self.places)
+        return weight_gradient(layer, seen, given).reshape(len(signal), -1, self.seen.shape[1])
+
+    def energy(self, slope: Tensor) -> Tensor:
+        """The mean square over channels with which each pixel enters the layer's outputs, each of
+        them by its slope, added up."""
+        weight = self.done.trace.layer(self.rows.layer).weight.detach()
+        weight = weight.reshape(len(weight), -1, self.seen.shape[1]) * slope[:, None, None]
+        each = weight.square().sum(0).mean(0)  # by offset
+        found = each.new_zeros(self.pixels + 1)
+        for offset, amount in enumerate(each.tolist()):
+            found += amount * torch.bincount(self.seen[:, offset], minlength=self.pixels + 1)
+        return found[1:]
+
+    def _learn(self, value: Tensor) -> None:
+        """Tell the path what each step added to the gradients of the layer and its norm."""
+        path, trace = self.done.start.path, self.done.trace
+        if path.steps == 1:
+            return
+        assert self.rows.norm is not None
+        flat = value.reshape(len(value), -1, self.pixels)
+        parts, slopes = [], []
+        for step, _ in self.done.steps:
+            parts.append(self._gradient(self.at_layer[:, step], flat[step]))
+            slopes.append((self.signal[:, step] * self.normal[:, step]).sum((1, 2)))
+        weight = trace.told(self.rows.layer, "weight", self.done.gradient)
+        gamma = trace.told(self.rows.norm, "weight", self.done.gradient)
+        assert weight is not None
+        path.learn(weight, torch.stack(parts).view(len(parts), *self.done.gradient[weight].shape))
+        if gamma is not None:
+            path.learn(gamma, torch.stack(slopes))
+
+    def sized(self, value: Tensor) -> None:
+        """Give the signals of each step the size with which they explain the gradient: where no
+        bias told how large the activations above are, it is not known before."""
+        steps = self.done.start.steps
+        parts = [self._gradient(self.at_layer[:, s], value[s])[self.good].flatten() for s in steps]
+        found = least_squares(torch.stack(parts, 1), self.observed[self.good].flatten()[:, None])
+        for step, amount in zip(steps, found[:, 0].tolist(), strict=True):
+            if abs(amount - 1) < SIZED:
+                self.at_layer[:, step] *= amount
+
+    def _gradient(self, signal: Tensor, value: Tensor) -> Tensor:
+        """The layer's weight gradient (outputs, channels, offsets) of these records."""
+        columns = value.transpose(1, 2).reshape(-1, value.shape[1])
+        offsets = range(self.seen.shape[1])
+        return torch.stack([self._spread(signal, o) @ columns for o in offsets], 2)
+
+    def lack(self, value: Tensor) -> Tensor:
+        """What the layer's gradient lacks when its input (N, channels, pixels) is this."""
+        return self.observed - self._gradient(self.at_layer, value)
+
+
+def _evenly(numbers: Tensor) -> slice:
+    """The slice of these numbers, which are evenly spaced."""
+    step = int(numbers[1] - numbers[0]) if len(numbers) > 1 else 1
+    return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
+
+
+def _open(normal: Tensor, steps: int) -> list[Tensor]:
+    """The combinations of pixels that no equation sees, each by its own pixels: behind a batch norm
+    in train mode a constant at an offset that is seen once per window, one per step."""
+    count = steps + 2
+    if len(normal) <= count:
+        return []
+    values, vectors = smallest(normal.numpy(), count)
+    none = values < 10 * RIDGE * float(normal.diagonal().mean())
+    if not none.any():
+        return []
+    if none.all():
+        raise NotApplicable("its equations leave more open than a constant per step")
+    null = torch.from_numpy(vectors[:, none])
+    return [null[:, 0]] if null.shape[1] == 1 else supports(null)
+
+
+def grounded(value: Tensor, null: list[Tensor]) -> Tensor:
+    """The value (N, channels, pixels) with what is open in it such that each channel's smallest
+    entries there are zero, as behind a ReLU."""
+    if not null:
+        return value
+    flat = value.transpose(1, 2).reshape(-1, value.shape[1])
+    for one in null:
+        shape = one * one.sum().sign()
+        there = shape > 1e-3 * shape.max()
+        shape = shape / shape[there].mean()
+        flat = flat - shape[:, None] * (shape @ flat / shape.square().sum())
+        # Zeros are taken often, and rounding spreads them: their middle, not the least of them.
+        seen = flat[there]
+        low, high = seen.min(0).values, seen.max(0).values
+        zeros = seen <= low + GROUND * (high - low)
+        lowest = seen.where(zeros, torch.nan).nanmedian(0).values
+        flat = flat - shape[:, None] * lowest
+    return flat.view(len(value), -1, value.shape[1]).transpose(1, 2)
+
+
+def usual_size(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
+    """The value with the size, step by step, of a ReLU behind batch norms: only the ε of those that
+    see it depends on that."""
+    energy = usual_energy(done.trace, node)
+    if energy is None:
+        return value
+    value = value.clone()
+    for step, _ in done.steps:
+        value[step] *= (energy / float(value[step].square().mean())) ** 0.5
+    return value

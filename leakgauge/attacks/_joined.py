@@ -1,0 +1,258 @@
+"""Weight gradients and the activations above together, behind batch norms in train mode.
+
+Behind a layer that puts out u = W·t a ReLU that is known tells
+
+    γ/σ·(u − ū) = e     where it is active; e is what the norm put out there, less its bias,
+
+so that û = e/γ there. Elsewhere û follows from each solution, as σ does. Conjugate gradients solve
+these equations and those of the gradients for t and for the share by which σ was off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from leakgauge.attacks._channels import NORM_SOLVED, RIDGE, System, grounded, usual_size
+from leakgauge.attacks._known import Peeled, Rows, Solution, forward_equation, telling
+from leakgauge.attacks._linear import Equation, solve, whitening
+from leakgauge.attacks._trace import Trace
+from leakgauge.errors import NotApplicable
+
+SPARE_JOINED = 1.45  # and where they do, behind batch norms in train mode, all together
+JOINED_ROUNDS = 25  # times that statistics follow from such a solution
+JOINED_STEPS = 40  # of conjugate gradients in each
+JOINED_FALLS = 0.7  # times the residual of the round before, at most
+
+
+def joined_at(
+    done: Peeled, node: fx.Node, every: list[Rows], counted: float | None
+) -> Joined | None:
+    """The equations of gradients and activations together, if there are enough of them. `counted`
+    are those of the gradients for each unknown."""
+    trace = done.trace
+    if not trace.norms or counted is None or len(done.start.steps) > 1:
+        return None
+    if not every or any(rows.norm is None for rows in every):
+        return None
+    told = [_told_of(done, rows) for rows in every]
+    skips = [above for above in telling(done, node) if not _normed(done, above)]
+    count = sum(float(active.sum()) for _, active in told)
+    count += sum(float((done.known[above] > 0).sum()) for above in skips)
+    count /= len(done.start.maps) * trace.shape[node].numel()
+    if not count or counted + count < SPARE_JOINED:
+        return None
+    systems = [System(done, node, rows) for rows in every]
+    return Joined(
+        done,
+        node,
+        [Told(system, *one) for system, one in zip(systems, told, strict=True)],
+        [forward_equation(done, node, above) for above in skips],
+    )
+
+
+def _told_of(done: Peeled, rows: Rows) -> tuple[Tensor, Tensor]:
+    """What a known activation tells of the batch norm behind a layer, and where: that norm alone
+    must be unknown of what enters it."""
+    trace, norm = done.trace, rows.norm
+    assert norm is not None
+    none = torch.zeros_like(rows.signal)
+    value, active = none, none
+    above = trace.activation_above(rows.layer)
+    if above in done.known and trace.kind[above] == "relu":
+        entering = above.all_input_nodes[0]
+        if _closed(trace, entering, done.known.keys() | {norm}):
+            rest = trace.affine(entering, {**done.known, norm: none}, {})
+            more = trace.affine(entering, {**done.known, norm: none + 1}, {})
+            if torch.allclose(more - rest, none + 1):
+                active = (done.known[above] > 0).to(none)
+                bias = getattr(trace.module.get_submodule(str(norm.target)), "bias", None)
+                offset = 0.0 if bias is None else bias.view(1, -1, *[1] * (none.dim() - 2))
+                value = active * (done.known[above] - rest - offset)
+    parts = [one.flatten(2) if one.dim() > 2 else one[:, :, None] for one in (value, active)]
+    return parts[0].transpose(0, 1), parts[1].transpose(0, 1)
+
+
+def _closed(trace: Trace, node: fx.Node, held: Set[fx.Node]) -> bool:
+    """Whether a node follows from those that are held."""
+    if node in held:
+        return True
+    return not trace.bent(node) and all(_closed(trace, n, held) for n in node.all_input_nodes)
+
+
+def _normed(done: Peeled, above: fx.Node) -> bool:
+    """Whether a batch norm in train mode stands between an activation and what is not known."""
+    trace, left = done.trace, list(above.all_input_nodes)
+    while left:
+        node = left.pop()
+        if node in trace.norms and not trace.sources[node] <= done.known.keys():
+            return True
+        if not trace.bent(node):
+            left.extend(node.all_input_nodes)
+    return False
+
+
+@dataclass
+class Told:
+    """What the activation behind a layer's batch norm tells of that: `value`, what the norm put
+    out less its bias, where it is `active`; both (outputs, N, positions). The equations are linear
+    in the layer's input t and in the share s by which σ differs from what it was taken for."""
+
+    system: System
+    value: Tensor
+    active: Tensor
+
+    def __post_init__(self) -> None:
+        """û is told where the activation is active, elsewhere it begins with what makes its sum
+        zero."""
+        self._hold(torch.zeros_like(self.value))
+        rest = self.system.normal.sum((1, 2)) / (1 - self.active).sum((1, 2)).clamp_min(1.0)
+        self._hold(-rest[:, None, None].expand_as(self.value))
+
+    def _hold(self, elsewhere: Tensor) -> None:
+        gamma = self.system.gamma()[:, None, None]
+        told = torch.where(gamma.abs() > 1e-6, self.value / gamma, 0.0)
+        self.system.normal = torch.where(self.active > 0, told, elsewhere)
+        self.system.behind()
+
+    def follow(self, node: fx.Node, value: Tensor) -> float:
+        moved = self.system.follow(node, value)
+        self._hold(self.system.normal)
+        return moved
+
+    def prepare(self) -> None:
+        """For one solution: γ/σ, and signals that are mixed as in `_gradient_equation`."""
+        system = self.system
+        self.slope = system.gamma() / system.sigma[:, 0]
+        signal = system.at_layer[system.good]
+        self.mix = whitening(signal.flatten(1))
+        self.signal = torch.einsum("kc,cnp->knp", self.mix, signal)
+        self.mixed = torch.einsum("kc,cij->kij", self.mix, system.observed[system.good])
+        self.sizes = [1 / float(v.norm().clamp_min(1e-30)) for v in (self.value, self.mixed)]
+
+    def equations(self, node: fx.Node, t: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """γ/σ·(u − ū) − (1 + s)·e and Σ t ⋆ δ − (1 + s)·G, each by the size of what is known."""
+        system, factor = self.system, (1 + share)[:, None, None]
+        above = self.slope[:, None, None] * system.centred(node, t) - factor * self.value
+        gradient = torch.einsum("kc,cij->kij", self.mix, (factor * system.observed)[system.good])
+        own = system.weight_gradient(node, t, self.signal)
+        return self.sizes[0] * self.active * above, self.sizes[1] * (own - gradient)
+
+    def squares(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Their normal matrix, roughly: of a channel of t by the gradients, (N·pixels)², by the
+        activations, (pixels), and of s."""
+        system, (above, below) = self.system, (size**2 for size in self.sizes)
+        gradients = below * system.normal_matrix(self.signal)
+        activations = above * float(self.active.mean()) * system.energy(self.slope)
+        share = above * self.value.square().sum((1, 2))
+        observed = system.observed[system.good].square().sum((1, 2))
+        share[system.good] += below * self.mix.square().sum(0) * observed
+        return gradients, activations, share
+
+
+class Joined:
+    """The equations of the gradients and of the activations above together, in one local step with
+    batch norms in train mode. Behind a layer that puts out u = W·t a known activation tells
+
+        γ/σ·(u − ū) = e     where it is active; e is what the norm put out there, less its bias,
+
+    so that û = e/γ there. Elsewhere û follows from each solution, as σ does.
+    """
+
+    def __init__(
+        self, done: Peeled, node: fx.Node, told: list[Told], skips: list[Equation]
+    ) -> None:
+        self.done, self.node, self.told = done, node, told
+        self.skips = [(one, 1 / float(one[1].norm().clamp_min(1e-30))) for one in skips]
+        self.value = done.start.maps.new_zeros(len(done.start.maps), *done.trace.shape[node])
+        self.pixels = told[0].system.pixels
+
+    def solved(self, good: dict[fx.Node, Tensor]) -> Solution:
+        """The activations of the node, the residual, and what the gradients lack."""
+        systems = [one.system for one in self.told]
+        for system in systems:
+            system.good = good[system.rows.layer]
+        null = [] if self.skips else _unseen(systems, len(self.value))
+        residual = math.inf
+        for _ in range(JOINED_ROUNDS):
+            before = residual
+            value, residual = self._round()
+            value = grounded(self._flat(value), null).reshape(value.shape)
+            if not self.skips:  # its size is not told
+                value = usual_size(self.done, self.node, value)
+            self.value = value
+            moved = max(one.follow(self.node, value) for one in self.told)
+            if moved < NORM_SOLVED or residual > JOINED_FALLS * before:
+                break
+        for system in systems:
+            system.sized(self._flat(self.value))
+        lacks = {system.rows.layer: system.lack(self._flat(self.value)) for system in systems}
+        kept = sum(float(lacks[s.rows.layer][s.good].square().sum()) for s in systems)
+        size = sum(float(s.observed[s.good].square().sum()) for s in systems)
+        return self.value, max(residual, (kept / size) ** 0.5), lacks
+
+    def _flat(self, value: Tensor) -> Tensor:
+        return value.reshape(len(value), -1, self.pixels)
+
+    def _round(self) -> tuple[Tensor, float]:
+        """The activations with the present û, and with σ up to a factor per channel: by conjugate
+        gradients, conditioned by the normal matrix of the gradients, which all channels share, and
+        the diagonal of that of the activations."""
+        shape, count = self.value.shape, self.value.numel()
+        for one in self.told:
+            one.prepare()
+        sizes = [len(one.value) for one in self.told]
+        squares = [one.squares() for one in self.told]
+        normal = torch.stack([gradients for gradients, _, _ in squares]).sum(0)
+        energy = torch.stack([activations for _, activations, _ in squares]).sum(0)
+        for (_, target), size in self.skips:
+            energy = energy + size**2 * float((target != 0).double().mean())
+        normal.diagonal().add_(energy.repeat(len(self.value)))
+        normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()))
+        factor = torch.linalg.cholesky(normal)
+        own = torch.cat([share for _, _, share in squares])
+        own = own.clamp_min(1e-12 * float(own.max()))
+
+        def function(z: Tensor) -> Tensor:
+            # Without skips all equations hold for any size of t: the mean of σ is left as it is.
+            t, shares = z[:count].view(shape), z[count:]
+            shares = shares if self.skips else shares - shares.mean()
+            found = [
+                part.flatten()
+                for one, share in zip(self.told, torch.split(shares, sizes), strict=True)
+                for part in one.equations(self.node, t, share)
+            ]
+            found += [size * (f(t) - target).flatten() for (f, target), size in self.skips]
+            return torch.cat(found)
+
+        def condition(z: Tensor) -> Tensor:
+            t = self._flat(z[:count].view(shape)).transpose(1, 2)
+            t = torch.cholesky_solve(t.reshape(len(factor), -1), factor)
+            t = t.view(len(self.value), self.pixels, -1).transpose(1, 2)
+            return torch.cat([t.reshape(-1), z[count:] / own])
+
+        begin = torch.cat([self.value.flatten(), torch.zeros_like(own)])
+        wanted = torch.zeros_like(function(begin))
+        found, residual = solve([(function, wanted)], begin, JOINED_STEPS, condition)
+        return found[:count].view(shape), residual
+
+
+def _unseen(systems: list[System], records: int) -> list[Tensor]:
+    """The pattern of pixels that no equation sees behind batch norms in train mode, the same in all
+    records: at every offset of every layer it is a constant."""
+    pixels = systems[0].pixels
+    square = torch.zeros(pixels, pixels, dtype=torch.float64)
+    for system in systems:
+        for pixel in system.seen.T:
+            views = nn.functional.one_hot(pixel, pixels + 1)[:, 1:].double()
+            views = views - views.mean(0)
+            square += views.T @ views
+    values, vectors = torch.linalg.eigh(square)
+    null = vectors[:, values < 1e-9 * float(values[-1])]
+    if null.shape[1] > 1:
+        raise NotApplicable("its equations leave more open than a constant per step")
+    return [null[:, 0].repeat(records)] if null.shape[1] else []

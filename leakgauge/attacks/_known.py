@@ -1,0 +1,159 @@
+"""What is known of every record while a network is peeled, and the signals that follow from it.
+
+Once the activations above are known, the signal at the top runs back through their masks, at the
+weights of each local step, to the layers that look at the next unknown node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.grad import conv2d_weight
+
+from leakgauge.attacks._linear import Equation
+from leakgauge.attacks._separation import Separated
+from leakgauge.attacks._trace import Trace
+from leakgauge.types import Named
+
+Solution: TypeAlias = tuple[Tensor, float, dict[fx.Node, Tensor]]
+"""Activations, the residual of their equations, and what the gradient of each layer lacks."""
+
+
+@dataclass
+class Peeled:
+    """Activations known of every record, from the top down, and why it went no further."""
+
+    trace: Trace
+    gradient: Named
+    start: Separated
+    known: dict[fx.Node, Tensor]
+    unsure: dict[fx.Node, Tensor]  # channels of ReLUs in which an entry may be zero or not
+    stopped: str = ""
+
+    @property
+    def lowest(self) -> fx.Node:
+        return list(self.known)[-1]
+
+    @property
+    def steps(self) -> Iterator[tuple[Tensor, Named]]:
+        """The records of each local step, and the weights that it had."""
+        return zip(self.start.steps, self.start.path.weights, strict=True)
+
+    def observed(self, layer: fx.Node) -> Tensor:
+        """The gradient of the weight of a layer that `_signals` found."""
+        name = self.trace.told(layer, "weight", self.gradient)
+        assert name is not None
+        return self.gradient[name]
+
+    def entering(self, above: fx.Node, node: fx.Node, value: Tensor) -> Tensor:
+        """What enters a layer or an activation when `node` has this value."""
+        entered: Tensor = self.trace.affine(
+            above.all_input_nodes[0], {**self.known, node: value}, {}
+        )
+        return entered
+
+
+@dataclass
+class Rows:
+    """A layer that sees the unknown node, and the signal at its output or, where a batch norm in
+    train mode stands behind it, at that one's output: (N, outputs, …)."""
+
+    layer: fx.Node
+    norm: fx.Node | None
+    signal: Tensor
+
+
+def telling(done: Peeled, node: fx.Node) -> list[fx.Node]:
+    """Known activations whose input is affine in `node` and else known, lowest first."""
+    trace, known = done.trace, done.known
+    reach = known.keys() | {node}
+    return [
+        above
+        for above in trace.nodes
+        if above in known
+        and trace.kind[above] in ("relu", "smooth")
+        and node in (sources := trace.sources[above.all_input_nodes[0]])
+        and sources <= reach
+    ]
+
+
+def signals_of(done: Peeled, node: fx.Node) -> list[Rows]:
+    """∂L/∂(output) of the layers that see `node` and that the signal at the top reaches; of those
+    whose weight gradient is known and theirs alone."""
+    trace, start, known = done.trace, done.start, done.known
+    reach = known.keys() | {node}
+    layers = [
+        layer
+        for layer in trace.layers()
+        if trace.told(layer, "weight", done.gradient)
+        and node in (sources := trace.sources[layer.all_input_nodes[0]])
+        and sources <= reach
+    ]
+    behind = {layer: norm_behind(trace, layer) for layer in layers}
+    places = {layer: norm or layer for layer, norm in behind.items()}
+    found: dict[fx.Node, Tensor] = {}
+    for step, weights in done.steps:
+        with trace.holding(weights):
+            for layer, slope in slopes_at(done, node, step, places).items():
+                shape = (len(start.maps), *slope.shape[1:])
+                found.setdefault(layer, slope.new_zeros(shape))[step] = slope
+    return [Rows(layer, behind[layer], slope) for layer, slope in found.items() if slope.any()]
+
+
+def norm_behind(trace: Trace, layer: fx.Node) -> fx.Node | None:
+    """The batch norm in train mode that a layer's output enters, and nothing else."""
+    users = list(layer.users)
+    return users[0] if len(users) == 1 and users[0] in trace.norms else None
+
+
+def slopes_at(
+    done: Peeled, node: fx.Node, step: Tensor, places: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, Tensor]:
+    """∂L/∂(place) of these layers, for the records of one step."""
+    trace, start = done.trace, done.start
+    known = {one: value[step] for one, value in done.known.items()}
+    values: dict[fx.Node, Any] = {}
+
+    def value(one: fx.Node) -> Any:
+        if one not in values:
+            if trace.kind[one] in ("relu", "smooth") and one in known:
+                entering = value(one.all_input_nodes[0])  # may be anything: it only passes slopes
+                slope = trace.slope(one, known[one])
+                values[one] = known[one] + slope * (entering - entering.detach())
+            elif trace.bent(one) or (one in trace.norms and not trace.sources[one] <= known.keys()):
+                # Its value plays no part: only slopes are wanted.
+                shape = (len(step), *trace.shape[one])
+                values[one] = start.maps.new_zeros(shape).requires_grad_()
+            else:
+                values[one] = trace.apply(one, {n: value(n) for n in one.all_input_nodes})
+        return values[one]
+
+    with torch.enable_grad():
+        top = value(start.top)
+    reached = {layer: place for layer, place in places.items() if place in values}
+    if not reached:
+        return {}
+    slopes = torch.autograd.grad(
+        top, [values[p] for p in reached.values()], start.signal[step], allow_unused=True
+    )
+    return {layer: slope for layer, slope in zip(reached, slopes, strict=True) if slope is not None}
+
+
+def weight_gradient(layer: nn.Conv2d | nn.Linear, seen: Tensor, signal: Tensor) -> Tensor:
+    """What a layer's weight gradient is, for as many outputs as the signal has."""
+    if isinstance(layer, nn.Linear):
+        return signal.T @ seen
+    shape = (signal.shape[1], *layer.weight.shape[1:])
+    found: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
+        seen, shape, signal, layer.stride, layer.padding, layer.dilation, layer.groups
+    )
+    return found
+
+
+def forward_equation(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
+    target, told = done.trace.entered(above, done.known[above])
+    return lambda value: done.entering(above, node, value) * told, target * told

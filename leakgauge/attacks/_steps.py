@@ -1,0 +1,291 @@
+"""Behind a batch norm in train mode: who was in a step, in which order, and with which signals.
+
+
+The signals of a step sum to zero in every channel. That tells which records were together, and all
+scales but one per step. The parts of each step in the gradient then tell the weights of the next,
+and its zeros the means that the norm took off. docs/methods/separation.md has the algebra.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from leakgauge.attacks._linear import most, supports
+from leakgauge.attacks._path import Path
+from leakgauge.attacks._span import windows
+from leakgauge.attacks._trace import Trace
+from leakgauge.errors import NotApplicable
+from leakgauge.types import Named
+
+APPROXIMATE = 0.2  # share by which signals of several steps may fail to add up
+
+
+def together(signals: Tensor, sizes: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """How much of each record's signal there is, up to a factor per step, and which records were in
+    one step: the signals of a step sum to zero in every channel.
+
+    The amounts of the steps are the null space of the sums. They have disjoint supports, so that in
+    any orthonormal basis of that space the rows of two records are parallel or orthogonal.
+    """
+    sums = signals.flatten(2).sum(2).T  # (channels, N)
+    _, values, right = torch.linalg.svd(sums, full_matrices=True)
+    count = len(sizes)
+    null = right[-count:].T  # (N, steps)
+    long = values.new_zeros(len(right)).index_copy_(0, torch.arange(len(values)), values)
+    edge = float(long[-count] / long[-count - 1]) if len(long) > count else 0.0
+    if edge > 0.1:
+        raise NotApplicable(
+            f"the signals found at it do not add up to zero in {count} steps (ratio {edge:.1g})"
+        )
+    if count == 1:
+        amounts = null[:, 0] * null[:, 0].sum().sign()
+        groups = [torch.arange(len(null))]
+    else:
+        parts = supports(null)
+        groups = [(part != 0).nonzero()[:, 0] for part in parts]
+        amounts = torch.stack(parts).sum(0)
+    if sorted(map(len, groups)) != sorted(sizes):
+        raise NotApplicable(
+            f"the records found at it form steps of {sorted(map(len, groups))}, not {sorted(sizes)}"
+        )
+    if not (amounts > 1e-6 * amounts.max()).all():
+        raise NotApplicable("the records found add up to zero only with negative shares")
+    return amounts, tuple(groups)
+
+
+def biases(trace: Trace, gradient: Named, relu: fx.Node) -> list[str]:
+    """The biases that are added, channel by channel, to what enters a ReLU."""
+    found, left = [], list(relu.all_input_nodes)
+    while left:
+        node = left.pop()
+        name = trace.told(node, "bias", gradient)
+        if name is not None:
+            found.append(name)
+        elif trace.channelwise(node):
+            left.extend(node.all_input_nodes)
+    return found
+
+
+def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
+    """The mean square of what leaves a ReLU, if what enters it is normal: a sum of batch norms in
+    train mode, each with the mean and variance that its bias and weight give it, and of skips. None
+    where something else enters."""
+    if trace.kind[relu] != "relu":
+        return None
+    left = list(relu.all_input_nodes)
+    mean, variance = torch.zeros(1, dtype=torch.float64), torch.full((1,), 1e-12)
+    while left:
+        node = left.pop()
+        if node in trace.norms:
+            norm = trace.module.get_submodule(str(node.target))
+            assert isinstance(norm, _BatchNorm)
+            mean = mean + (0.0 if norm.bias is None else norm.bias.double())
+            variance = variance + (1.0 if norm.weight is None else norm.weight.double().square())
+        elif trace.kind[node] == "relu":  # a skip: it adds as much as half a normal has
+            mean, variance = mean + 0.4, variance + 0.34
+        elif trace.channelwise(node):
+            left.extend(node.all_input_nodes)
+        else:
+            return None
+    ratio = mean / variance.sqrt()
+    density = torch.exp(-ratio.square() / 2) / math.sqrt(2 * math.pi)
+    active = torch.special.ndtr(ratio)
+    return float(((mean**2 + variance) * active + mean * variance.sqrt() * density).mean())
+
+
+def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node:
+    """The batch norm that a layer's output enters first."""
+    node = layer
+    while node not in trace.norms:
+        (node,) = node.users
+    if node.all_input_nodes[0] is not layer:
+        raise NotApplicable("the batch norm behind it sees a sum")
+    return node
+
+
+@dataclass
+class _Passed:
+    """One step's signals at a layer, by which those behind its batch norm are x + a + b·û."""
+
+    x: Tensor  # (channels, N·positions)
+    normal: Tensor  # û
+    shift: Tensor  # a, (channels, 1)
+    slope: Tensor
+    far: Tensor  # how far from zero a quarter of the signals is, as a share of all (channels,)
+
+
+@dataclass
+class AtLayer:
+    """What was found at one layer of each record: the `maps` that it sees, which left the ReLU
+    `source`, and the `signals` at its output, whose product is known and not yet their sizes; the
+    `steps` that records were in, and the `path` of the weights from one step to the next."""
+
+    trace: Trace
+    gradient: Named
+    layer: fx.Node
+    source: fx.Node
+    maps: Tensor
+    signals: Tensor
+    steps: tuple[Tensor, ...]
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.norm = _norm_behind(self.trace, self.layer)
+
+    def times(self, amounts: Tensor) -> None:
+        """Every record's signals by its own amount, and its maps by the inverse."""
+        each = amounts.view(-1, *[1] * (self.maps.dim() - 1))
+        self.maps, self.signals = self.maps / each, self.signals * each
+
+    def order(self) -> None:
+        """Bring the steps into the order in which they were taken. `path` learns the parts of the
+        layer and of the batch norm behind it.
+
+        A step's gradient at the layer is known, and so are the weights that the next one began
+        with. Only with the right ones does its batch norm leave zeros where the ReLU above is off.
+        """
+        weight = self.trace.told(self.layer, "weight", self.gradient)
+        gamma = self.trace.told(self.norm, "weight", self.gradient)
+        assert weight is not None
+        shape = self.gradient[weight].shape
+        parts = self.signals.new_zeros(len(self.steps), *shape)
+        slopes = self.signals.new_zeros(len(self.steps), self.signals.shape[1])
+        left, order = list(self.steps), []
+        for number in range(len(self.steps)):
+            with self.trace.holding(self.path.weights[number]):
+                tried = [self._passed(step) for step in left]
+            best = min(range(len(left)), key=lambda i: float(tried[i].far.median()))
+            step = left.pop(best)
+            order.append(step)
+            seen = windows(self.maps[step], self.trace.layer(self.layer)).flatten(0, 1)
+            sent = self.signals[step].flatten(2).transpose(1, 2).flatten(0, 1)
+            parts[number] = (sent.T @ seen).view(shape)
+            slopes[number] = tried[best].slope[:, 0] * tried[best].x.shape[1]
+            self.path.learn(weight, parts)
+            if gamma is not None:
+                self.path.learn(gamma, slopes)
+        self.steps = tuple(order)
+
+    def amounts(self) -> Tensor:
+        """A factor per record, the same in a step, by which signals add up to the gradient of the
+        bias below the ReLU that the layer looks at. Where no bias tells it, maps become as large as
+        such a ReLU's usually are: only the ε of batch norms depends on it."""
+        names = biases(self.trace, self.gradient, self.source)
+        entered = self.layer.all_input_nodes[0]
+        while entered is not self.source and len(entered.users) == 1:
+            entered = entered.all_input_nodes[0]
+        found = torch.ones(len(self.maps), dtype=self.maps.dtype)
+        energy = usual_energy(self.trace, self.source)
+        if energy is not None:
+            for step in self.steps:
+                found[step] = float((self.maps[step].square().mean() / energy).sqrt())
+        if entered is not self.source or len(self.source.users) > 1 or not names:
+            return found
+        sums = []
+        for number, step in enumerate(self.steps):
+            leaf = self.maps[step].detach().requires_grad_()
+            with self.trace.holding(self.path.weights[number]), torch.enable_grad():
+                left = self.trace.affine(self.layer, {self.source: leaf}, {})
+                (slope,) = torch.autograd.grad(left, leaf, self.signals[step])
+            sums.append((slope * (leaf > 0)).detach().transpose(0, 1).flatten(1).sum(1))
+        every = torch.stack(sums, 1)
+        for name in names:
+            factors, misfit = most(every, self.gradient[name])
+            if misfit < APPROXIMATE and (factors > 0).all():
+                for step, factor in zip(self.steps, factors.tolist(), strict=True):
+                    found[step] = factor
+                break
+        return found
+
+    def behind_norm(self) -> Tensor:
+        """The signals behind the batch norm that the layer's output enters, at the weights of each
+        step, of which `path` learns the norm's.
+
+        Over all steps n·a adds up to the gradient of the norm's bias and n·b to that of its weight,
+        where they are told: with them the step with the fewest zeros in a channel needs none.
+        """
+        bias, gamma = (self.trace.told(self.norm, key, self.gradient) for key in ("bias", "weight"))
+        channels, *places = self.signals.shape[1:]
+        passed: list[_Passed] = []
+        slopes = self.signals.new_zeros(len(self.steps), channels)
+        for number, step in enumerate(self.steps):
+            with self.trace.holding(self.path.weights[number]):
+                passed.append(self._passed(step))
+            slopes[number] = passed[-1].slope[:, 0] * passed[-1].x.shape[1]
+            if gamma is not None:
+                self.path.learn(gamma, slopes)
+        if bias is not None and gamma is not None:
+            worst = torch.stack([one.far for one in passed]).argmax(0)
+            for key, name in (("shift", bias), ("slope", gamma)):
+                sums = torch.stack([getattr(one, key)[:, 0] * one.x.shape[1] for one in passed])
+                lacking = self.gradient[name] - sums.sum(0)
+                for number, one in enumerate(passed):
+                    getattr(one, key)[:, 0] += lacking * (worst == number) / one.x.shape[1]
+            for number, one in enumerate(passed):
+                slopes[number] = one.slope[:, 0] * one.x.shape[1]
+            self.path.learn(gamma, slopes)
+        found = torch.zeros_like(self.signals)
+        for step, one in zip(self.steps, passed, strict=True):
+            y = one.x + one.shift + one.slope * one.normal
+            found[step] = y.view(channels, len(step), *places).transpose(0, 1)
+        return found
+
+    def _passed(self, step: Tensor) -> _Passed:
+        """A batch norm in train mode passes back δ_u = γ/σ·(δ_y − mean δ_y − û·mean(δ_y û)); û
+        follows from the maps. The means are what makes δ_y zero at the entries that the ReLU above
+        has switched off."""
+        maps, signals = self.maps[step], self.signals[step]
+        norm = self.trace.module.get_submodule(str(self.norm.target))
+        assert isinstance(norm, _BatchNorm)
+        gamma: Tensor = signals.new_ones(signals.shape[1]) if norm.weight is None else norm.weight
+        gamma = gamma.where(gamma.abs() > 1e-12, torch.inf)[:, None]  # a switched off one is silent
+        u = self.trace.affine(self.layer, {self.source: maps}, {})
+        u = u.transpose(0, 1).flatten(1)  # channels first
+        u = u - u.mean(1, keepdim=True)
+        sigma = (u.square().mean(1, keepdim=True) + norm.eps).sqrt()
+        x = signals.transpose(0, 1).flatten(1) * sigma / gamma
+        shift, slope, far = silent(x, u / sigma, len(maps))
+        far = far / x.square().mean(1).sqrt().clamp_min(1e-30)
+        return _Passed(x, u / sigma, shift, slope, far)
+
+
+def silent(x: Tensor, u: Tensor, records: int, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
+    """a and b of each row, so that as many entries of x + a + b·u as can be are zero: the line
+    through two entries that has the nearest quarter of the others nearest, then through those; and
+    how near that quarter is.
+
+    A mean over positions sends the same signal to all entries of a record that are active, so that
+    these lie on a line too: one that only a single record has does not count.
+    """
+    rng = torch.Generator().manual_seed(0)
+    positions = x.shape[1] // records
+    rank, own = max(3, x.shape[1] // 4), min(positions, max(2, positions // 8))
+    best = torch.full((len(x), 1), torch.inf, dtype=x.dtype)
+    shift, slope = torch.zeros_like(best), torch.zeros_like(best)
+    for _ in range(tries):
+        i, j = torch.randperm(x.shape[1], generator=rng)[:2].tolist()
+        apart = u[:, i] - u[:, j]
+        b = -((x[:, i] - x[:, j]) / apart.where(apart.abs() > 1e-9, torch.inf))[:, None]
+        a = -x[:, i : i + 1] - b * u[:, i : i + 1]
+        far = (x + a + b * u).abs()
+        off = far.kthvalue(rank, 1, keepdim=True).values
+        if records > 1:
+            each = far.view(len(x), records, positions).kthvalue(own, 2).values
+            off = torch.maximum(off, each.kthvalue(2, 1, keepdim=True).values)
+        better = off < best
+        best, shift, slope = (n.where(better, o) for n, o in ((off, best), (a, shift), (b, slope)))
+    near = ((x + shift + slope * u).abs() <= 3 * best).to(x)
+    count = near.sum(1, keepdim=True)
+    mean_u, mean_x = (
+        (near * u).sum(1, keepdim=True) / count,
+        (near * x).sum(1, keepdim=True) / count,
+    )
+    du, dx = near * (u - mean_u), near * (x - mean_x)
+    slope = -(du * dx).sum(1, keepdim=True) / du.square().sum(1, keepdim=True).clamp_min(1e-30)
+    return -mean_x - slope * mean_u, slope, best[:, 0]
