@@ -93,8 +93,8 @@ def mixture(layer: nn.Conv2d | nn.Linear, maps: Tensor, seed: int = 1) -> Tensor
 def test_maps_are_read_from_a_mixture(layer: nn.Conv2d | nn.Linear, shape: tuple[int, ...]) -> None:
     maps = sparse_maps(4, *shape)
     positions = windows(maps, layer).shape[1]
-    basis = row_space(mixture(layer, maps), 4, positions)
-    found = sparse_rays(common_maps(basis, layer, shape, 4), 4, seeded())
+    basis, _ = row_space(mixture(layer, maps), 4, positions)
+    found = sparse_rays(common_maps(basis, layer, shape, 4)[0], 4, seeded())
     cosines = nn.functional.normalize(found, dim=1) @ nn.functional.normalize(maps.flatten(1)).T
     assert (1 - cosines.max(0).values < 1e-9).all()
     assert (cosines > 0.99).sum() == 4  # each found once
@@ -103,14 +103,14 @@ def test_maps_are_read_from_a_mixture(layer: nn.Conv2d | nn.Linear, shape: tuple
 def test_dense_maps_are_not_told_apart() -> None:
     layer = nn.Linear(60, 12)
     maps = sparse_maps(4, 60) + 1.0  # positive everywhere: no zeros
-    basis = row_space(mixture(layer, maps), 4, 1)
+    basis, _ = row_space(mixture(layer, maps), 4, 1)
     with pytest.raises(NotApplicable, match="no sparse non-negative map"):
-        sparse_rays(common_maps(basis, layer, (60,), 4), 4, seeded())
+        sparse_rays(common_maps(basis, layer, (60,), 4)[0], 4, seeded())
 
 
 def test_windows_that_hardly_overlap_single_nothing_out() -> None:
     layer = nn.Conv2d(24, 80, 3, stride=2, padding=1)
-    basis = row_space(mixture(layer, sparse_maps(4, 24, 8, 8)), 4, 16)
+    basis, _ = row_space(mixture(layer, sparse_maps(4, 24, 8, 8)), 4, 16)
     with pytest.raises(NotApplicable, match="does not single out 4 maps"):
         common_maps(basis, layer, (24, 8, 8), 4)
 
@@ -118,7 +118,7 @@ def test_windows_that_hardly_overlap_single_nothing_out() -> None:
 def test_the_rank_counts_the_records() -> None:
     layer = nn.Conv2d(8, 80, 3, padding=1)
     gradient = mixture(layer, sparse_maps(3, 8, 4, 4))
-    assert row_space(gradient, 3, 16).shape == (72, 48)
+    assert row_space(gradient, 3, 16)[0].shape == (72, 48)
     with pytest.raises(NotApplicable, match="no edge after 32"):
         row_space(gradient, 2, 16)
     with pytest.raises(NotApplicable, match="5 records × 16 positions are 80 windows"):
@@ -269,8 +269,8 @@ def test_mixtures_are_not_taken_for_records(seed: int) -> None:
 
 
 def test_a_mixture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed(span: Tensor, records: int, rng: torch.Generator) -> Tensor:
-        found = sparse_rays(span, records, rng)
+    def mixed(span: Tensor, records: int, rng: torch.Generator, rough: float) -> Tensor:
+        found = sparse_rays(span, records, rng, rough)
         return found + 0.2 * found.roll(1, 0)
 
     seen, _ = federated("mlp", 3, hidden=(64,))

@@ -514,7 +514,7 @@ def test_records_beyond_the_rank_are_refused() -> None:
 
 
 def test_a_linear_layer_before_a_batch_norm_hides_its_mean() -> None:
-    basis = row_space(normal(12, 3) @ normal(3, 60, seed=1), 4, 1, lost=1)
+    basis, _ = row_space(normal(12, 3) @ normal(3, 60, seed=1), 4, 1, lost=1)
     assert basis.shape == (60, 3)
     with pytest.raises(NotApplicable, match="hides what its records have in common"):
         common_maps(basis, nn.Linear(60, 12), (60,), 4, centred=True)
@@ -536,7 +536,8 @@ def test_the_mean_window_is_found_again() -> None:
     seen = windows(maps, layer).flatten(0, 1)
     signals = normal(80, len(seen), seed=1)
     gradient = (signals - signals.mean(1, keepdim=True)) @ seen
-    span = common_maps(row_space(gradient, 3, 16, lost=1), layer, (8, 4, 4), 3, centred=True)
+    basis, _ = row_space(gradient, 3, 16, lost=1)
+    span, _ = common_maps(basis, layer, (8, 4, 4), 3, centred=True)
     inside = span @ (span.T @ maps.flatten(1).T)
     assert torch.allclose(inside, maps.flatten(1).T, atol=1e-8)
     with pytest.raises(NotApplicable, match="no edge after 48"):

@@ -45,6 +45,7 @@ from leakgauge.types import Named, Resources
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
 ROUGH = 0.03  # both for several steps, of which all but the first had other weights
+NOISE = 3  # times the roughness of the separated maps that equations may be unsatisfied by
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
@@ -83,7 +84,7 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
     too."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
-    exact = len(start.steps) == 1
+    residual_limit, negative_limit = _limits(start)
     for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
         if not trace.bent(node):
             continue
@@ -101,18 +102,27 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
             break
         value, residual, negative = found
         watch(residual)
-        if residual > (RESIDUAL if exact else ROUGH) or negative > (NEGATIVE if exact else ROUGH):
+        if residual > residual_limit or negative > negative_limit:
             done.stopped = (
                 f"{node.name}, which its equations leave open (residual {residual:.1e}, negative "
                 f"by {negative:.1e} of its largest entry)"
             )
             break
         if trace.kind[node] == "relu":
-            value, done.unsure[node] = rectified(value)
+            value, done.unsure[node] = rectified(value, start.rough)
         done.known[node] = value
         if trace.norms:
             done.known[node] = _anchored(done, node, value)
     return done
+
+
+def _limits(start: Separated) -> tuple[float, float]:
+    """By how much the equations of a node may be unsatisfied, and a ReLU's output negative. Noise
+    in the update is in its equations too."""
+    if len(start.steps) > 1:
+        return ROUGH, ROUGH
+    noise = min(NOISE * start.rough, ROUGH)
+    return max(RESIDUAL, noise), max(NEGATIVE, noise)
 
 
 def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:

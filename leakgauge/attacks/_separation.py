@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from leakgauge.attacks._layers import gradient_sum, told
 from leakgauge.attacks._linear import least_squares
 from leakgauge.attacks._path import Path
-from leakgauge.attacks._rays import rectified, sparse_rays
+from leakgauge.attacks._rays import ROUNDING, rectified, sparse_rays
 from leakgauge.attacks._span import common_maps, row_space, windows
 from leakgauge.attacks._steps import APPROXIMATE, AtLayer, together
 from leakgauge.attacks._trace import Trace
@@ -35,6 +35,7 @@ from leakgauge.types import LocalTraining, Named, Observation
 
 WHO = "the exact separation"
 MISFIT = 1e-2  # share by which what was found may fail to explain what it should
+SLACK = 20  # times as much as the span of the maps is rough
 ASSIGNED = 20  # times that entries of a signal are told active or not, at most
 
 
@@ -51,6 +52,7 @@ class Separated:
     unsure: Tensor  # its channels in which an entry may be zero or not
     labels: Tensor
     misfit: float  # share of the layer's gradient that the records found do not explain
+    rough: float  # share by which noise may have moved the maps
     steps: tuple[Tensor, ...]  # which of them were normalised together, in one local step
     path: Path  # the weights of those steps, where the update tells them
 
@@ -170,21 +172,22 @@ def _read(
     matrix = gradient[name].flatten(1)
     positions = out[1:].numel()
     centred = trace.centred(node)
-    basis = row_space(matrix, records, positions, lost=len(sizes) if centred else 0)
-    span = common_maps(basis, layer, tuple(shape), records, centred=centred)
-    rays = sparse_rays(span, records, rng)
+    basis, edge = row_space(matrix, records, positions, lost=len(sizes) if centred else 0)
+    span, apart = common_maps(basis, layer, tuple(shape), records, centred=centred)
+    rough = max(apart or edge, ROUNDING)
+    rays = sparse_rays(span, records, rng, rough)
     if len(rays) < records:
         raise NotApplicable(f"only {len(rays)} of {records} records could be told apart")
     maps = (rays / rays.norm(dim=1, keepdim=True)).view(records, *shape)
     unsure = torch.zeros(shape[0], dtype=torch.bool)
     if trace.rectified(source):
-        maps, unsure = rectified(maps)
+        maps, unsure = rectified(maps, rough)
     seen = windows(maps, layer).flatten(0, 1)  # (N·positions, inputs·k²)
     signals = least_squares(seen.T, matrix.T)  # (N·positions, outputs)
     misfit = float((signals.T @ seen - matrix).norm() / matrix.norm())
     # Contiguous: for a single record, PyTorch's batch norm misreads a gradient of other strides.
     signals = signals.view(records, positions, -1).transpose(1, 2).contiguous().view(records, *out)
-    slack = MISFIT if len(sizes) == 1 else APPROXIMATE
+    slack = max(MISFIT, min(SLACK * rough, APPROXIMATE)) if len(sizes) == 1 else APPROXIMATE
     path = Path(trace.parameters(), gradient, training, len(sizes) if centred else 1)
     if centred:
         amounts, steps = together(signals, sizes)
@@ -206,7 +209,7 @@ def _read(
     labels = errors.argmin(1)
     exact = len(sizes) == 1
     _check(trace, source if exact else None, maps, top, errors, labels, slack)
-    return Separated(node, top, at_top, source, maps, unsure, labels, misfit, steps, path)
+    return Separated(node, top, at_top, source, maps, unsure, labels, misfit, rough, steps, path)
 
 
 def _times(values: Tensor, amounts: Tensor) -> Tensor:

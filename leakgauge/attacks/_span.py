@@ -21,6 +21,8 @@ overlap is ours.
 
 from __future__ import annotations
 
+import math
+
 import scipy.linalg
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,8 @@ from leakgauge.attacks._linear import smallest
 from leakgauge.errors import NotApplicable
 
 RANK = 3e-6  # singular values below this share of the largest are rounding
-GAP = 1e-3  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
+GAP = 0.25  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
+EDGE = 0.5  # the first singular value that is none of the windows', as a share of their last
 
 
 def windows(maps: Tensor, layer: nn.Conv2d | nn.Linear) -> Tensor:
@@ -43,8 +46,11 @@ def windows(maps: Tensor, layer: nn.Conv2d | nn.Linear) -> Tensor:
     )
 
 
-def row_space(gradient: Tensor, records: int, positions: int, lost: int = 0) -> Tensor:
-    """V (inputs·k² × rank): the span of the windows, but for `lost` directions, one mean per step.
+def row_space(
+    gradient: Tensor, records: int, positions: int, lost: int = 0
+) -> tuple[Tensor, float]:
+    """V (inputs·k² × rank): the span of the windows, but for `lost` directions, one mean per step;
+    and how rough it is at the most: what is left of the gradient beside its weakest direction.
     Refuses when the rank cannot tell it."""
     outputs, inputs = gradient.shape
     rank = records * positions - lost
@@ -57,14 +63,14 @@ def row_space(gradient: Tensor, records: int, positions: int, lost: int = 0) -> 
     if not values[0] > 0:
         raise NotApplicable("the layer's gradient is zero: no signal reached it")
     found = int((values > RANK * values[0]).sum())
-    ratio = float(values[rank] / values[rank - 1])
-    if ratio > 0.3:
+    drops = values[1:] / values[:-1].clamp_min(1e-300)
+    ratio = float(drops[rank - 1])
+    if ratio > EDGE or ratio > float(drops[rank // 2 : rank].min()):
         raise NotApplicable(
             f"the gradient's singular values show no edge after {rank} (ratio {ratio:.2g}; above "
             f"rounding: {found}): noise, pruning or another number of records"
         )
-    spanned: Tensor = right[:rank].T
-    return spanned
+    return right[:rank].T, ratio
 
 
 def common_maps(
@@ -74,13 +80,14 @@ def common_maps(
     records: int,
     *,
     centred: bool = False,
-) -> Tensor:
-    """S (pixels × records): the span of the records' maps. `centred`: the basis lacks the mean
+) -> tuple[Tensor, float]:
+    """S (pixels × records): the span of the records' maps, and how rough it is: by what share the
+    windows of a map fail to agree, 0 if it has only one. `centred`: the basis lacks the mean
     window, and every record may have any."""
     if isinstance(layer, nn.Linear):
         if centred:
             raise NotApplicable("the batch norm behind it hides what its records have in common")
-        return basis
+        return basis, 0.0
     channels, height, width = shape
     pixel = torch.arange(1, height * width + 1, dtype=torch.float64).view(1, 1, height, width)
     seen = windows(pixel, layer)[0].long()  # (positions, k²): pixel number, 0 over the padding
@@ -126,7 +133,8 @@ def common_maps(
         inside = seen[p] > 0
         maps[:, :, seen[p][inside] - 1] = by_pixel[:, p, :, inside]
     orthonormal: Tensor = torch.linalg.qr(maps.flatten(1).T).Q
-    return orthonormal
+    apart = math.sqrt(max(float(values[records - 1]), 0.0)) if positions > 1 else 0.0
+    return orthonormal, apart
 
 
 def _agreement(seen: Tensor) -> Tensor:
