@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from dataclasses import replace
+from functools import partial
 
 import torch
 from board import images, rng_of, tuned
 from exact import SCALE, network
 
-from leakgauge.attacks._decoder import Fit, _begun, _judged, _Pairs, _stepped, layout
+from leakgauge.attacks._decoder import Fit, _begun, _error, _Pairs, layout
 from leakgauge.attacks._trace import Trace
-from leakgauge.fl.local import start
+from leakgauge.fitting import Clock, Lesson, Pace, fit
 from leakgauge.records import Images
-from leakgauge.types import LocalTraining, Named
+from leakgauge.types import Named, Resources
 
 NODE = "layer3_0_act1"
 BATCH = 16
@@ -40,26 +39,24 @@ def pairs_of(seed: int, count: int) -> tuple[_Pairs, dict[str, tuple[int, ...]]]
     public = images("cifar10", "train", 32)
     options = Fit(images=count)
     rng = rng_of("pairs")
-    pairs = _Pairs.of(trace, NODE, record, public, BATCH, rng, True, options)
-    return pairs, layout(known, record.shape, options.width)
+    pairs = _Pairs.of(trace, [NODE], record, public, BATCH, rng, True, options)
+    shapes = layout(known, record.shape, options.width)
+    return pairs, {f"{NODE}:{name}": shape for name, shape in shapes.items()}
 
 
 def fitted(
     pairs: _Pairs, shapes: dict[str, tuple[int, ...]], steps: int, begin: Named | None = None
 ) -> tuple[Named, float, float]:
     """A decoder after so many steps, its PSNR on the images held out, and CPU-seconds."""
-    rng, options = rng_of("fit"), Fit(steps=steps)
-    now = _begun(shapes, pairs, rng)
-    if begin is not None:
-        weights = dict(zip(shapes, now.adam.weights, strict=True)) | begin
-        now = replace(now, adam=start(list(weights.values()), LocalTraining(optimiser="adam")))
-    began = time.process_time()
-    for _ in range(steps):
-        adam, _ = _stepped(now.adam, list(shapes), pairs, options, rng)
-        now = replace(now, adam=adam)
-    seconds = time.process_time() - began
-    now = _judged(now, list(shapes), pairs, seconds)
-    return now.best, now.psnr, seconds
+    rng, resources = rng_of("fit"), Resources()
+    lesson = Lesson(
+        begin=lambda: _begun(shapes, pairs, rng) | (begin or {}),
+        error=partial(_error, pairs, Fit.batch),
+        score=pairs.score,
+    )
+    pace = Pace(steps, Fit.lr, every=steps)
+    done = fit(lesson, pace, rng, resources, Clock.of(resources))
+    return done.weights, done.score, done.cpu_seconds
 
 
 def main() -> None:
@@ -71,7 +68,7 @@ def main() -> None:
     pairs, shapes = pairs_of(tuned(BATCH, 0)[1], given.images)
     donor, psnr, seconds = fitted(pairs, shapes, DONOR)
     print(f"the decoder to adapt: {psnr:.1f} dB after {DONOR} steps, {seconds:.0f} CPU-s\n")
-    upper = {name: value for name, value in donor.items() if not name.startswith("first")}
+    upper = {name: value for name, value in donor.items() if ":first" not in name}
     begins: dict[str, Named | None] = {
         "from scratch": None,
         "from another draw's decoder": donor,

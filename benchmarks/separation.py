@@ -304,20 +304,22 @@ def attacked(case: Case, run: int, given: argparse.Namespace) -> Outcome:
         "labels": label_share(guess.labels, batch),
         "seconds": seconds,
         "fit_seconds": kept.facts["prepared_seconds"],
-        "decoder_psnr": kept.facts.get("psnr"),
+        "decoder_psnr": guess.facts.get("decoder_psnr"),
         "residual": guess.residual,
         "facts": {k: v for k, v in guess.facts.items() if isinstance(v, str | int | float)},
         "notes": list(guess.notes),
         "mean image": scores(mean_image("cifar10", 32).expand_as(batch.inputs), batch),
     }
-    if "known" in kept.facts:
+    if node := str(guess.facts.get("decoder_node", "")):
         read = Read(seen, rng_of("images", run), Resources())
-        value = read.done.known[read.trace.named(kept.facts["node"])]
+        value = read.done.known[read.trace.named(node)]
         begun = torch.zeros(len(value), *batch.inputs.shape[1:])
         for step in read.begun.steps:
-            begun[step] = decode(kept, value[step])
+            begun[step] = decode(kept, node, value[step])
         outcome["decoder"] = scores(begun[read.begun.once(len(batch))], batch)
-        outcome["not in the batch"] = scores(strangers(case, run, seen, kept, read.trace), batch)
+        outcome["not in the batch"] = scores(
+            strangers(case, run, seen, kept, read.trace.named(node), read.trace), batch
+        )
     return outcome
 
 
@@ -344,16 +346,17 @@ def prepared(attack: SeparateAndDecode, round_: Round, folder: Path | None) -> K
     return kept
 
 
-def strangers(case: Case, run: int, seen: Observation, kept: Kept, trace: Trace) -> Tensor:
+def strangers(
+    case: Case, run: int, seen: Observation, kept: Kept, node: fx.Node, trace: Trace
+) -> Tensor:
     """The decoder's images of test images that are not in the batch: what it shows of itself."""
     chosen = [i + 3 for i in judged(case.records, run)[0]]
     others = images("cifar10", "test", 32).inputs[chosen].double()
-    node = trace.named(kept.facts["node"])
     found = []
     for part in others.split(case.batch):
         with torch.no_grad():
             value = trace.forward(seen.record.entering(part), [node])[node]
-        found.append(decode(kept, value))
+        found.append(decode(kept, node.name, value))
     return torch.cat(found)
 
 

@@ -448,6 +448,23 @@ def exact_separate_and_decode() -> None:
         assert guess.facts["decoder_psnr"] < 25  # the search is what makes it exact
 
 
+def test_a_rough_update_is_decoded_from_where_its_records_are_told_apart() -> None:
+    """Noise stops the peeling above the node that the rehearsal reached: another decoder begins."""
+    attack = SeparateAndDecode(steps=100, images=400, evaluations=100)
+    round_ = played(convolutions(True), LocalTraining(batch_size=4), records=4)
+    rng = seeded(7)
+    for value in round_.updates[0].values():
+        value += 2e-2 * value.square().mean().sqrt() * torch.randn(value.shape, generator=rng)
+    guess, truth = attacked(attack, round_)
+    order = metrics.assign.optimal(guess.inputs, truth.inputs)
+    assert guess.labels is not None
+    assert guess.labels[order].tolist() == truth.labels.tolist()
+    assert guess.facts["decoder_node"] == guess.facts["peeled_to"]
+    mean = metrics.affine_psnr(truth.inputs.mean(0).expand_as(truth.inputs), truth.inputs)
+    shown = metrics.affine_psnr(guess.inputs[order], truth.inputs)  # contrast is open
+    assert float((shown - mean).mean()) > 3
+
+
 def exact_git() -> None:
     """The exact recursion finds the image, and the weights that it was never shown: those of a
     network whose errors, of nine dimensions, show them all."""

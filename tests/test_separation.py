@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -483,6 +484,57 @@ def test_a_wrong_number_of_records_or_steps_is_refused(told: dict[str, Any], wor
     one, _ = one_step()
     with pytest.raises(NotApplicable, match=words):
         separable(one.told(**told), seeded())
+
+
+def noisy(one: Client, share: float) -> Client:
+    """With noise of this share of the update's root mean square in every entry."""
+    update, rng = one.seen.update, seeded(9)
+    whole = torch.cat([value.flatten() for value in update.values()])
+    size = share * float(whole.square().mean().sqrt())
+    moved = {n: v + size * torch.randn(v.shape, generator=rng) for n, v in update.items()}
+    return replace(one, seen=replace(one.seen, update=moved))
+
+
+def rounded(one: Client, bits: int) -> Client:
+    """Every tensor at so many levels between its extremes."""
+
+    def nearest(value: Tensor) -> Tensor:
+        step = (value.max() - value.min()).clamp_min(1e-30) / (2**bits - 1)
+        return ((value - value.min()) / step).round() * step + value.min()
+
+    moved = {name: nearest(value) for name, value in one.seen.update.items()}
+    return replace(one, seen=replace(one.seen, update=moved))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "apart"),
+    [
+        (lambda one: noisy(one, 1e-4), 1e-6),
+        (lambda one: noisy(one, 1e-2), 1e-3),
+        (lambda one: rounded(one, 12), 1e-5),
+        (lambda one: rounded(one, 8), 1e-3),
+    ],
+    ids=["noise 1e-4", "noise 1e-2", "12 bits", "8 bits"],
+)
+def test_a_rough_update_still_tells_records_apart(
+    spoil: Callable[[Client], Client], apart: float
+) -> None:
+    one, _ = one_step()
+    found = separated(spoil(one))
+    (truth,) = one.truth(found.source.name)
+    maps, true = (nn.functional.normalize(v.flatten(1)) for v in (found.maps, truth))
+    cosines = maps @ true.T
+    pair = cosines.argmax(1)
+    assert sorted(pair.tolist()) == list(range(len(truth)))
+    assert float(1 - cosines.max(1).values.min()) < apart
+    assert found.labels.tolist() == one.batch.labels[pair].tolist()
+    assert found.rough > 1e-4  # and says that it is not exact
+
+
+def test_noise_as_large_as_the_weakest_window_is_refused() -> None:
+    one, _ = one_step()
+    with pytest.raises(NotApplicable, match="no edge after 63"):
+        separated(noisy(one, 0.3))
 
 
 def test_an_aggregate_of_clients_is_not_taken_for_one_batch() -> None:

@@ -1,4 +1,4 @@
-"""A decoder from the activations of one node to the image, fitted on public images (our own).
+"""Decoders from the activations of a node to the image, fitted on public images (our own).
 
 The observed model, run in the modes of the training, turns public images into activations; a small
 convolutional network learns the way back. Batch norm in train mode makes activations depend on who
@@ -9,14 +9,15 @@ known up to one common scale are divided by their root mean square, in the fit a
     and a pixel shuffle; then a 3 × 3 convolution to the colours.
     vectors (F,): a linear layer makes small maps of them first.
 
-The fit ends after `steps`, or when images held out of it gain nothing any more; what it keeps is
-what was best on them. Public images are no client's.
+Decoders of several nodes are fitted at once, on the same images: how far an update can be read is
+only known afterwards. The fit ends after `steps`, or when images held out of it gain nothing any
+more; what it keeps is what was best on them. Public images are no client's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -55,7 +56,7 @@ class Fit:
 
 def fit(
     trace: Trace,
-    node: str,
+    nodes: Sequence[str],
     record: Images,
     public: Dataset,
     records: int,
@@ -65,34 +66,42 @@ def fit(
     options: Fit | None = None,
     resources: Resources | None = None,
 ) -> Kept:
-    """A decoder for the values of `node`, which are known up to one common scale, or exactly.
+    """A decoder for the values of each of these nodes, which are known up to one common scale, or
+    exactly.
 
-    `records` is how many records the client puts in one batch. Kept are the decoder's weights and
-    `facts`: what it read, what it was fitted on and how well it does on public images that it has
-    not seen (`psnr`, in decibels, and that of their mean image: `mean_psnr`).
+    `records` is how many records the client puts in one batch. Kept are the decoders' weights and
+    `facts`: what each reads (`nodes`), what they were fitted on and how well they do on public
+    images that they have not seen (`psnr`, in decibels, and that of their mean image: `mean_psnr`).
     """
     options, resources = options or Fit(), resources or Resources()
     clock = Clock.of(resources)
     _check(public, record, records)
-    known = _shape(trace, node)
-    shapes = layout(known, record.shape, options.width)
-    pairs = _Pairs.of(trace, node, record, public, records, rng, free_scale, options)
+    shapes = {
+        f"{node}:{name}": shape
+        for node in nodes
+        for name, shape in layout(_shape(trace, node), record.shape, options.width).items()
+    }
+    pairs = _Pairs.of(trace, nodes, record, public, records, rng, free_scale, options)
     lesson = Lesson(
         begin=partial(_begun, shapes, pairs, rng),
         error=partial(_error, pairs, options.batch),
-        score=pairs.psnr,
+        score=pairs.score,
     )
     done = learn(lesson, Pace(options.steps, options.lr), rng, resources, clock)
     facts: dict[str, Any] = {
-        "node": node,
-        "known": list(known),
+        "nodes": {
+            node: {
+                "known": list(_shape(trace, node)),
+                "scale": pairs.scales[node],
+                "psnr": pairs.psnr(done.weights, node),
+            }
+            for node in nodes
+        },
         "shape": list(record.shape),
-        "scale": pairs.scale,
         "public": public.name,
         "public_images": len(public),
         "used": len(pairs.images) - pairs.made,
         "variants": pairs.made,
-        "psnr": done.score,
         "mean_psnr": pairs.mean_psnr(),
         "steps": done.steps,
         "cpu_seconds": done.cpu_seconds,
@@ -100,19 +109,21 @@ def fit(
     return Kept(done.weights, facts)
 
 
-def decode(kept: Kept, activations: Tensor) -> Tensor:
-    """Images in [0, 1] of the activations (N, …) that were read of one round."""
-    known = tuple(kept.facts["known"])
+def decode(kept: Kept, node: str, activations: Tensor) -> Tensor:
+    """Images in [0, 1] of the activations (N, …) of a node that were read of one round."""
+    facts = kept.facts["nodes"][node]
+    known = tuple(facts["known"])
     if tuple(activations.shape[1:]) != known:
         raise InputError(
-            f"this decoder reads activations of shape {known} at {kept.facts['node']!r}, got "
+            f"this decoder reads activations of shape {known} at {node!r}, got "
             f"{tuple(activations.shape[1:])}: fit one for that node"
         )
-    scale = kept.facts["scale"] or root_mean_square(activations)
+    scale = facts["scale"] or root_mean_square(activations)
     _, *size = kept.facts["shape"]
+    weights = _of_node(kept.tensors, node)
     with torch.no_grad():
         parts = [
-            pictures(kept.tensors, activations[i : i + 64].float() / scale, (size[0], size[1]))
+            pictures(weights, activations[i : i + 64].float() / scale, (size[0], size[1]))
             for i in range(0, len(activations), 64)
         ]
     return torch.cat(parts).clamp(0, 1)
@@ -162,6 +173,12 @@ def pictures(weights: Mapping[str, Tensor], x: Tensor, size: tuple[int, int]) ->
     return conv("last", x)
 
 
+def _of_node(weights: Mapping[str, Tensor], node: str) -> Named:
+    """Those of one decoder, by their own names."""
+    begin = f"{node}:"
+    return {n.removeprefix(begin): w for n, w in weights.items() if n.startswith(begin)}
+
+
 def root_mean_square(x: Tensor) -> Tensor:
     return x.float().square().mean().sqrt().clamp_min(1e-30)
 
@@ -171,17 +188,18 @@ class _Pairs:
     """Public images and their activations, in half precision. The first `held` are held out."""
 
     images: Tensor  # (N, C, H, W) in [0, 1]
-    activations: Tensor  # (N, …)
+    activations: Named  # of every node, (N, …)
     held: int
     made: int  # how many are random variants of others
-    scale: float | None  # of exactly known activations: what they are divided by
+    scales: Mapping[str, float | None]  # of exactly known activations: what they are divided by
 
     @classmethod
     def of(
-        cls, trace: Trace, node: str, record: Images, public: Dataset, records: int,
+        cls, trace: Trace, nodes: Sequence[str], record: Images, public: Dataset, records: int,
         rng: torch.Generator, free_scale: bool, options: Fit,
     ) -> _Pairs:  # fmt: skip
-        each = 2 * math.prod(_shape(trace, node)) + 4 * math.prod(record.shape)
+        each = 4 * math.prod(record.shape)
+        each += sum(2 * math.prod(_shape(trace, node)) for node in nodes)
         total = max(2 * records, min(options.images, options.memory // each))
         order = torch.randperm(len(public), generator=rng)[:total]
         held = max(1, min(HELD, len(order) // 10))
@@ -190,39 +208,49 @@ class _Pairs:
             picked = held + torch.randint(len(order) - held, (made,), generator=rng)
             images = torch.cat([images, varied(images[picked], rng)])
         light = trace.single()
-        at = light.named(node)
-        activations = torch.empty(total, *_shape(trace, node), dtype=torch.half)
-        squares: list[Tensor] = []
+        places = {node: light.named(node) for node in nodes}
+        activations = {n: torch.empty(total, *_shape(trace, n), dtype=torch.half) for n in nodes}
+        squares: dict[str, list[Tensor]] = {node: [] for node in nodes}
         with torch.no_grad():
             for begin in range(0, total, records):
                 # The last batch is filled up: batch norm sees as many records as at the client.
                 rows = torch.arange(begin, begin + records) % total
-                found = light.forward(record.entering(images[rows]), [at])[at]
-                size = root_mean_square(found)
-                activations[begin : begin + records] = (found / size if free_scale else found)[
-                    : total - begin
-                ].half()
-                squares.append(size.square())
-        if not all(one.isfinite().all() for one in activations):
-            raise NotApplicable(
-                f"the activations of {node!r} are not finite on public images, or too large for "
-                "half precision: no decoder can be fitted to them"
-            )
-        scale = None if free_scale else float(torch.stack(squares).mean().sqrt())
-        return cls(images, activations, held, max(0, made), scale)
+                every = light.forward(record.entering(images[rows]), list(places.values()))
+                for node, at in places.items():
+                    size = root_mean_square(every[at])
+                    found = every[at] / size if free_scale else every[at]
+                    activations[node][begin : begin + records] = found[: total - begin].half()
+                    squares[node].append(size.square())
+        for node, value in activations.items():
+            if not all(one.isfinite().all() for one in value):
+                raise NotApplicable(
+                    f"the activations of {node!r} are not finite on public images, or too large "
+                    "for half precision: no decoder can be fitted to them"
+                )
+        scales = {
+            node: None if free_scale else float(torch.stack(values).mean().sqrt())
+            for node, values in squares.items()
+        }
+        return cls(images, activations, held, max(0, made), scales)
 
-    def read(self, rows: Tensor | slice) -> Tensor:
-        return self.activations[rows].float() / (self.scale or 1.0)
+    def read(self, node: str, rows: Tensor | slice) -> Tensor:
+        return self.activations[node][rows].float() / (self.scales[node] or 1.0)
 
     @property
     def size(self) -> tuple[int, int]:
         return self.images.shape[2], self.images.shape[3]
 
-    def psnr(self, weights: Mapping[str, Tensor]) -> float:
-        """The mean over the images held out."""
+    def score(self, weights: Mapping[str, Tensor]) -> float:
+        """The mean over the images held out, and over all decoders."""
+        each = [self.psnr(weights, node) for node in self.activations]
+        return sum(each) / len(each)
+
+    def psnr(self, weights: Mapping[str, Tensor], node: str) -> float:
+        """The mean over the images held out, of one decoder."""
+        own = _of_node(weights, node)
         rows = [slice(i, min(i + 64, self.held)) for i in range(0, self.held, 64)]
         with torch.no_grad():
-            shown = torch.cat([pictures(weights, self.read(part), self.size) for part in rows])
+            shown = torch.cat([pictures(own, self.read(node, part), self.size) for part in rows])
         return _decibels(shown.clamp(0, 1), self.images[: self.held])
 
     def mean_psnr(self) -> float:
@@ -259,22 +287,26 @@ def _begun(shapes: Mapping[str, tuple[int, ...]], pairs: _Pairs, rng: torch.Gene
     """Random weights that give about the mean colour."""
     weights: Named = {}
     for name, shape in shapes.items():
-        fan = shape[-1] if name == "spread" else math.prod(shape[1:])
+        fan = shape[-1] if name.endswith("spread") else math.prod(shape[1:])
         weights[name] = torch.randn(shape, generator=rng) * math.sqrt(2 / fan)
         if name.endswith("bias"):
             weights[name] = torch.zeros(shape)
-    weights["last.weight"] *= 0.1
-    weights["last.bias"] = pairs.images.mean((0, 2, 3))
+    for node in pairs.activations:
+        weights[f"{node}:last.weight"] *= 0.1
+        weights[f"{node}:last.bias"] = pairs.images.mean((0, 2, 3))
     return weights
 
 
 def _error(
     pairs: _Pairs, batch: int, weights: Mapping[str, Tensor], rng: torch.Generator
 ) -> Tensor:
-    """The squared error per pixel on a batch."""
+    """The squared error per pixel on a batch, of all decoders together."""
     rows = torch.randint(pairs.held, len(pairs.images), (batch,), generator=rng)
-    shown = pictures(weights, pairs.read(rows), pairs.size)
-    return (shown - pairs.images[rows]).square().mean()
+    errors = [
+        (pictures(_of_node(weights, node), pairs.read(node, rows), pairs.size) - pairs.images[rows])
+        for node in pairs.activations
+    ]
+    return torch.stack([error.square().mean() for error in errors]).sum()
 
 
 def _check(public: Dataset, record: Images, records: int) -> None:

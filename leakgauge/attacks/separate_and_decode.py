@@ -5,7 +5,8 @@
 2. *Decode*. Public images, run through the observed model, have such activations too: a small
    decoder is fitted to lead back from them. That is done before the update is read, once for each
    model. Where it must read from is found by a rehearsal: the attack on an update that public
-   images cause.
+   images cause. A second one reads from where records are told apart: an update that noise or
+   rounding made rough is read no further.
 3. *Finish*. From the decoder's images the search for the images whose activations, in the batches
    and with the weights of their own steps, are those that were read. Where a client took several
    steps, they are searched in turn: with the images of one its training is replayed, which gives
@@ -72,15 +73,16 @@ class SeparateAndDecode:
         read = Read(seen, rng, replace(resources, progress=None))
         node = read.done.lowest
         if node is read.trace.input:
-            return Preparation(Kept(facts={"node": node.name}))
+            return Preparation(Kept(facts={"reach": node.name, "nodes": {}}))
         size = min(training.batch_size, target.records)
+        nodes = list(dict.fromkeys([node.name, read.begun.source.name]))
         options = Fit(steps=self.steps, images=self.images)
         free = bool(read.trace.norms)
         kept = fit(
-            read.trace, node.name, record, public, size, rng,
+            read.trace, nodes, record, public, size, rng,
             free_scale=free, options=options, resources=resources,
         )  # fmt: skip
-        return Preparation(kept)
+        return Preparation(Kept(kept.tensors, dict(kept.facts) | {"reach": node.name}))
 
     def reconstruct(
         self, seen: Observation, rng: torch.Generator, resources: Resources | None = None
@@ -88,18 +90,21 @@ class SeparateAndDecode:
         if seen.kept is None or seen.records is None:
             raise Withheld("separate-and-decode needs 'records' and what its prepare() kept")
         resources, facts = resources or Resources(), seen.kept.facts
-        read = Read(seen, rng, resources, reach=str(facts["node"]))
-        begin, notes = self._decoded(read, seen.kept)
+        read = Read(seen, rng, resources, reach=str(facts["reach"]))
+        node, begin, notes = self._decoded(read, seen.kept)
         images, misfits = read.finish(begin, self.evaluations)
         chosen = read.begun.once(seen.records)
         inputs = seen.record.leaving(images[chosen]).clamp(0, 1).float()
         labels = read.begun.labels[chosen]
         if read.done.stopped:
             notes.append(f"the peeling stopped at {read.done.stopped}")
-        told: dict[str, Any] = {
-            f"decoder_{key}": facts[key] for key in ("node", "psnr", "mean_psnr", "public_images")
-            if key in facts
-        }  # fmt: skip
+        told: dict[str, Any] = {}
+        if node:
+            told = {
+                "decoder_node": node, "decoder_psnr": facts["nodes"][node]["psnr"],
+                "decoder_mean_psnr": facts["mean_psnr"],
+                "decoder_public_images": facts["public_images"],
+            }  # fmt: skip
         return Reconstruction(
             inputs=inputs,
             labels=labels,
@@ -109,25 +114,27 @@ class SeparateAndDecode:
             facts=read.facts() | told | {"misfits": misfits[chosen].tolist()},
         )
 
-    def _decoded(self, read: Read, kept: Kept) -> tuple[Tensor, list[str]]:
-        """Normalised images to begin the finish with, one per appearance, and what to say."""
+    def _decoded(self, read: Read, kept: Kept) -> tuple[str, Tensor, list[str]]:
+        """The node that was decoded, normalised images to begin the finish with, one per
+        appearance, and what to say."""
         found = {node.name: value for node, value in read.done.known.items()}
-        name = str(kept.facts["node"])
         if read.done.lowest is read.trace.input:
-            return read.done.known[read.trace.input], []
-        if name not in found or "known" not in kept.facts:
+            return "", read.done.known[read.trace.input], []
+        name = next((name for name in kept.facts["nodes"] if name in found), None)
+        if name is None:
             raise NotApplicable(
-                f"its decoder reads from {name}, and of this update the activations were read no "
-                f"further than {read.done.lowest.name}"
+                f"its decoders read from {' and '.join(kept.facts['nodes']) or 'no node'}, and of "
+                f"this update the activations were read no further than {read.done.lowest.name}"
             )
         groups = (
             read.begun.steps if trace_together(read.done) else (torch.arange(len(found[name])),)
         )
         images = torch.zeros(len(found[name]), *read.trace.shape[read.trace.input])
         for group in groups:
-            images[group] = read.seen.record.entering(decode(kept, found[name][group]))
+            images[group] = read.seen.record.entering(decode(kept, name, found[name][group]))
+        psnr = kept.facts["nodes"][name]["psnr"]
         notes = [
             f"a decoder fitted to {kept.facts['public_images']} public images of "
-            f"{kept.facts['public']} ({kept.facts['psnr']:.1f} dB on others of them) gave the start"
+            f"{kept.facts['public']} ({psnr:.1f} dB on others of them) gave the start"
         ]
-        return images, notes
+        return name, images, notes
