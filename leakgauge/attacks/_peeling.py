@@ -21,6 +21,7 @@ import time
 import torch
 from torch import Tensor, fx, nn
 
+from leakgauge.attacks._anew import anew
 from leakgauge.attacks._channels import System, by_channel
 from leakgauge.attacks._joined import joined_at
 from leakgauge.attacks._known import (
@@ -77,18 +78,48 @@ class Watch:
         return False
 
 
-def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: str = "") -> Peeled:
+def peel(
+    trace: Trace,
+    gradient: Named,
+    start: Separated,
+    watch: Watch,
+    reach: str = "",
+    rng: torch.Generator | None = None,
+) -> Peeled:
     """Solve for one non-linear node after another, from the separated layer down to the image. What
     comes next is worth nothing without the node `reach`: that one is solved for if the time is up,
-    too."""
+    too. Where no equations lead further, a layer below may tell the records apart by itself; not
+    without an `rng`."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
-    exact = len(start.steps) == 1
-    for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
+    _down(done, watch, reach)
+    while done.stopped and rng is not None and _on(done, watch, reach):
+        try:
+            again = anew(done, rng)
+        except NotApplicable as reason:
+            done.stopped += f"; {reason}"
+            break
+        watch(again.misfit)
+        done.again.append(again.layer)
+        done.start, done.stopped = again, ""
+        done.known[again.source], done.unsure[again.source] = again.maps, again.unsure
+        _down(done, watch, reach)
+    return done
+
+
+def _on(done: Peeled, watch: Watch, reach: str) -> bool:
+    """Whether to go on: there is time, or what must be reached is not."""
+    return (bool(reach) and all(one.name != reach for one in done.known)) or watch.open()
+
+
+def _down(done: Peeled, watch: Watch, reach: str) -> None:
+    """Solve for one node after another, from the layer separated last."""
+    trace = done.trace
+    exact = len(done.start.steps) == 1
+    for node in reversed(trace.nodes[: trace.nodes.index(done.start.source)]):
         if not trace.bent(node):
             continue
-        reached = not reach or any(one.name == reach for one in known)
-        if reached and not watch.open():
+        if not _on(done, watch, reach):
             done.stopped = f"{node.name}, as the time was up"
             break
         try:
@@ -107,12 +138,11 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
                 f"by {negative:.1e} of its largest entry)"
             )
             break
-        if trace.kind[node] == "relu":
+        if trace.rectified(node):
             value, done.unsure[node] = rectified(value)
         done.known[node] = value
         if trace.norms:
             done.known[node] = _anchored(done, node, value)
-    return done
 
 
 def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
@@ -171,7 +201,7 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
             spoilt[layer] = _few(spoilt[layer] | _stands_out(lack, good[layer]))
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
-    negative = float(-value.min() / value.max()) if trace.kind[node] == "relu" else 0.0
+    negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
     if residual < ROUNDING and negative < NEGATIVE:
         for layer, lack in left.items():
             if spoilt[layer].any():
@@ -183,11 +213,13 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
 def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
     """The value in the size, step by step, with which the signals below it add up to the gradient
     of the bias there. Batch norms pass signals on by the inverse of that size, skips by themselves.
-    It stays as it is where no bias tells."""
-    trace, below = done.trace, node.all_input_nodes[0]
-    names = biases(trace, done.gradient, node)
-    if not names:
+    It stays as it is where no bias tells. A max-pool sends each signal to one place, so that below
+    it their sum is that of its own signals, where it is not zero."""
+    trace, relu = done.trace, done.trace.unpooled(node)
+    names = biases(trace, done.gradient, relu)
+    if not names or (relu is not node and len(relu.users) > 1):
         return value
+    below = node if relu is not node else node.all_input_nodes[0]
     own, normed = [], []
     for step, weights in done.steps:
         sums = []
@@ -195,6 +227,8 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
             done.known[node] = value * size
             with trace.holding(weights):
                 slope = slopes_at(done, node, step, {below: below})[below]
+            if below is node:
+                slope = slope * (value[step] > 0)
             sums.append(slope.transpose(0, 1).flatten(1).sum(1))
         own.append(2 * sums[0] - sums[1])
         normed.append(sums[1] - sums[0])
