@@ -49,6 +49,7 @@ ROUGH = 0.03  # both for several steps, of which all but the first had other wei
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
+ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the first
 ROUNDING = 3e-5  # a residual below this is float32's
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
@@ -141,8 +142,8 @@ def _down(done: Peeled, watch: Watch, reach: str) -> None:
         if trace.rectified(node):
             value, done.unsure[node] = rectified(value)
         done.known[node] = value
-        if trace.norms:
-            done.known[node] = _anchored(done, node, value)
+        for _ in range(ANCHORINGS if trace.norms else 0):
+            done.known[node] = _anchored(done, node, done.known[node])
 
 
 def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
