@@ -49,6 +49,7 @@ ROUGH = 0.03  # both for several steps, of which all but the first had other wei
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
+SILENT = 1e-4  # a pool's entries below this share of the largest are zeros: it has few to judge by
 ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the first
 ROUNDING = 3e-5  # a residual below this is float32's
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
@@ -229,7 +230,7 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
             with trace.holding(weights):
                 slope = slopes_at(done, node, step, {below: below})[below]
             if below is node:
-                slope = slope * (value[step] > 0)
+                slope = slope * (value[step] > SILENT * value.max())
             sums.append(slope.transpose(0, 1).flatten(1).sum(1))
         own.append(2 * sums[0] - sums[1])
         normed.append(sums[1] - sums[0])
