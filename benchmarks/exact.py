@@ -84,10 +84,10 @@ class Quantise:
 def network(
     name: str, seed: int, init: str = "kaiming-normal-fan-out", **options: Any
 ) -> nn.Module:
-    if name == "vgg":
+    if name in OWN:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return vgg()
+            return OWN[name]()
     rng = torch.Generator().manual_seed(seed)
     return models.make(name, shape=(3, 32, 32), classes=10, init=init, rng=rng, **options)
 
@@ -106,6 +106,26 @@ def vgg() -> nn.Module:
         inputs = outputs
     head = [nn.Flatten(), nn.Linear(inputs * 16, 256), nn.ReLU(), nn.Linear(256, 10)]
     return nn.Sequential(*layers, *head)
+
+
+def vgg_pool() -> nn.Module:
+    """VGG-11 with batch norm and max-pools, and one linear layer."""
+    layers: list[nn.Module] = []
+    inputs = 3
+    for outputs in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
+        if not outputs:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+        ]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(inputs, 10))
+
+
+OWN = {"vgg": vgg, "vgg-pool": vgg_pool}  # with PyTorch's own initialisation
 
 
 def played(

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from board import images, judged, mean_image, rng_of
-from exact import SCALE, Noise, Quantise, network
+from exact import OWN, SCALE, Noise, Quantise, network
 from scipy.optimize import linear_sum_assignment
 from sources import commit
 from torch import Tensor, fx, nn
@@ -130,7 +130,7 @@ class Case:
         return ", ".join(words + ([self.defence] if self.defence != "none" else []))
 
     def network(self, run: int, net: Path | None) -> nn.Module:
-        options = {} if self.model == "vgg" else {"width": self.width}
+        options = {} if self.model in OWN else {"width": self.width}
         model = network(self.model, run, **options)
         if net is not None:
             models.load(model, net)
@@ -676,7 +676,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--show", action="store_true", help="print what the file holds, run nothing")
     add("--runs", type=int, default=5)
     add("--first", type=int, default=0, help="the number of the first run")
-    add("--model", nargs="+", help="resnet-10, resnet-18, vgg (that of exact.py), …")
+    add("--model", nargs="+", help="resnet-10, resnet-18, vgg, vgg-pool (of exact.py), …")
     add("--width", type=float, default=1.0)
     add("--net", type=Path, help="trained weights of that model, for all runs")
     add("--mode", choices=["train", "eval"], default="train", help="of batch norm")

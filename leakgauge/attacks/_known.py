@@ -7,7 +7,7 @@ weights of each local step, to the layers that look at the next unknown node.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ class Peeled:
     known: dict[fx.Node, Tensor]
     unsure: dict[fx.Node, Tensor]  # channels of ReLUs in which an entry may be zero or not
     stopped: str = ""
+    again: list[fx.Node] = field(default_factory=list)  # layers that told the records apart anew
 
     @property
     def lowest(self) -> fx.Node:
@@ -125,9 +126,9 @@ def slopes_at(
                 slope = trace.slope(one, known[one])
                 values[one] = known[one] + slope * (entering - entering.detach())
             elif trace.bent(one) or (one in trace.norms and not trace.sources[one] <= known.keys()):
-                # Its value plays no part: only slopes are wanted.
-                shape = (len(step), *trace.shape[one])
-                values[one] = start.maps.new_zeros(shape).requires_grad_()
+                # If it is not known it plays no part: only slopes are wanted.
+                none = start.maps.new_zeros(len(step), *trace.shape[one])
+                values[one] = known.get(one, none).detach().requires_grad_()
             else:
                 values[one] = trace.apply(one, {n: value(n) for n in one.all_input_nodes})
         return values[one]

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 WEAK = 0.1  # combinations of signals weaker than this share of the strongest count less
+FILTER = 0.03  # eigenvalues above this are no zeros
+FILTERS = 40  # times that a block of vectors is filtered, at most
+DEGREE = 12  # of the polynomial
+FILTERED = 1e-11  # how far from an eigenvector one may be at the end
 SOLVED = 1e-9  # slope, as a share of the first, at which conjugate gradients stop
 
 
@@ -52,6 +56,30 @@ def smallest(matrix: Any, count: int) -> tuple[Any, Any]:
         block = np.linalg.qr(scipy.linalg.cho_solve(factor, block, check_finite=False))[0]
     values, vectors = scipy.linalg.eigh(block.T @ (matrix @ block))
     return values[:count], (block @ vectors)[:, :count]
+
+
+def smallest_of(apply: Callable[[Any], Any], size: int, count: int) -> tuple[Any, Any]:
+    """`smallest` of a matrix that is only known by what it does to a block of vectors, and whose
+    values lie between 0 and 1: the polynomial that is small from FILTER to 1 and large at 0,
+    again and again."""
+    block = np.random.default_rng(0).standard_normal((size, count + 4))
+    values, vectors = np.zeros(0), block
+    for _ in range(FILTERS):
+        block = np.linalg.qr(block)[0]
+        done = apply(block)
+        values, turn = scipy.linalg.eigh(block.T @ done)
+        vectors, off = block @ turn, done @ turn - block @ turn * values
+        if np.linalg.norm(off[:, : count - 1], axis=0).max() < FILTERED:
+            break
+        before, block = vectors, _stretched(apply, vectors)
+        for _ in range(DEGREE - 1):
+            before, block = block, 2 * _stretched(apply, block) - before
+    return values[:count], vectors[:, :count]
+
+
+def _stretched(apply: Callable[[Any], Any], block: Any) -> Any:
+    """By the matrix, with its values from FILTER to 1 moved to −1 to 1."""
+    return (2 * apply(block) - (1 + FILTER) * block) / (1 - FILTER)
 
 
 def supports(null: Tensor) -> list[Tensor]:

@@ -11,6 +11,7 @@ parameter at every step. Where the parts are not known, each step is given its e
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,12 @@ class Path:
         if self.steps > 1:
             for name, whole in self.gradient.items():
                 self.learn(name, even.view(-1, *[1] * whole.dim()) * whole)
+
+    def copied(self) -> Path:
+        """One that learns for itself."""
+        other = copy.copy(self)
+        other.weights = tuple(dict(one) for one in self.weights)
+        return other
 
     def learn(self, name: str, parts: Tensor) -> None:
         """Take the parts (steps, …) of a parameter's gradient as known."""

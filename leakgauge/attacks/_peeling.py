@@ -21,6 +21,7 @@ import time
 import torch
 from torch import Tensor, fx, nn
 
+from leakgauge.attacks._anew import anew
 from leakgauge.attacks._channels import System, by_channel
 from leakgauge.attacks._joined import joined_at
 from leakgauge.attacks._known import (
@@ -49,6 +50,8 @@ NOISE = 3  # times the roughness of the separated maps that equations may be uns
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
+SILENT = 1e-4  # a pool's entries below this share of the largest are zeros: it has few to judge by
+ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the first
 ROUNDING = 3e-5  # a residual below this is float32's
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
@@ -78,18 +81,48 @@ class Watch:
         return False
 
 
-def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: str = "") -> Peeled:
+def peel(
+    trace: Trace,
+    gradient: Named,
+    start: Separated,
+    watch: Watch,
+    reach: str = "",
+    rng: torch.Generator | None = None,
+) -> Peeled:
     """Solve for one non-linear node after another, from the separated layer down to the image. What
     comes next is worth nothing without the node `reach`: that one is solved for if the time is up,
-    too."""
+    too. Where no equations lead further, a layer below may tell the records apart by itself; not
+    without an `rng`."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
-    residual_limit, negative_limit = _limits(start)
-    for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
+    _down(done, watch, reach)
+    while done.stopped and rng is not None and _on(done, watch, reach):
+        try:
+            again = anew(done, rng)
+        except NotApplicable as reason:
+            done.stopped += f"; {reason}"
+            break
+        watch(again.misfit)
+        done.again.append(again.layer)
+        done.start, done.stopped = again, ""
+        done.known[again.source], done.unsure[again.source] = again.maps, again.unsure
+        _down(done, watch, reach)
+    return done
+
+
+def _on(done: Peeled, watch: Watch, reach: str) -> bool:
+    """Whether to go on: there is time, or what must be reached is not."""
+    return (bool(reach) and all(one.name != reach for one in done.known)) or watch.open()
+
+
+def _down(done: Peeled, watch: Watch, reach: str) -> None:
+    """Solve for one node after another, from the layer separated last."""
+    trace = done.trace
+    residual_limit, negative_limit = _limits(done.start)
+    for node in reversed(trace.nodes[: trace.nodes.index(done.start.source)]):
         if not trace.bent(node):
             continue
-        reached = not reach or any(one.name == reach for one in known)
-        if reached and not watch.open():
+        if not _on(done, watch, reach):
             done.stopped = f"{node.name}, as the time was up"
             break
         try:
@@ -108,12 +141,11 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
                 f"by {negative:.1e} of its largest entry)"
             )
             break
-        if trace.kind[node] == "relu":
-            value, done.unsure[node] = rectified(value, start.rough)
+        if trace.rectified(node):
+            value, done.unsure[node] = rectified(value, done.start.rough)
         done.known[node] = value
-        if trace.norms:
-            done.known[node] = _anchored(done, node, value)
-    return done
+        for _ in range(ANCHORINGS if trace.norms else 0):
+            done.known[node] = _anchored(done, node, done.known[node])
 
 
 def _limits(start: Separated) -> tuple[float, float]:
@@ -181,7 +213,7 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
             spoilt[layer] = _few(spoilt[layer] | _stands_out(lack, good[layer]))
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
-    negative = float(-value.min() / value.max()) if trace.kind[node] == "relu" else 0.0
+    negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
     if residual < ROUNDING and negative < NEGATIVE:
         for layer, lack in left.items():
             if spoilt[layer].any():
@@ -193,11 +225,13 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
 def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
     """The value in the size, step by step, with which the signals below it add up to the gradient
     of the bias there. Batch norms pass signals on by the inverse of that size, skips by themselves.
-    It stays as it is where no bias tells."""
-    trace, below = done.trace, node.all_input_nodes[0]
-    names = biases(trace, done.gradient, node)
-    if not names:
+    It stays as it is where no bias tells. A max-pool sends each signal to one place, so that below
+    it their sum is that of its own signals, where it is not zero."""
+    trace, relu = done.trace, done.trace.unpooled(node)
+    names = biases(trace, done.gradient, relu)
+    if not names or (relu is not node and len(relu.users) > 1):
         return value
+    below = node if relu is not node else node.all_input_nodes[0]
     own, normed = [], []
     for step, weights in done.steps:
         sums = []
@@ -205,6 +239,8 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
             done.known[node] = value * size
             with trace.holding(weights):
                 slope = slopes_at(done, node, step, {below: below})[below]
+            if below is node:
+                slope = slope * (value[step] > SILENT * value.max())
             sums.append(slope.transpose(0, 1).flatten(1).sum(1))
         own.append(2 * sums[0] - sums[1])
         normed.append(sums[1] - sums[0])

@@ -14,7 +14,7 @@ docs/methods/separation.md has the algebra.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Separated:
     rough: float  # share by which noise may have moved the maps
     steps: tuple[Tensor, ...]  # which of them were normalised together, in one local step
     path: Path  # the weights of those steps, where the update tells them
+    sizes: tuple[int, ...]  # how many records each step had, whether they were told apart or not
 
     def once(self, records: int) -> Tensor:
         """One appearance of each record: those of the first pass, or where steps are not told apart
@@ -117,10 +118,11 @@ def separate(
     """Every record's activations, signal and label, from the highest layer that tells them. Without
     a training, of one step on all records."""
     training = training or LocalTraining(batch_size=records)
+    sizes = tuple(len(batch) for batch in minibatches(records, training))
     refusals = []
     for layer in reversed(trace.layers()):
         try:
-            return _read(trace, gradient, records, training, layer, rng)
+            return _labelled(trace, read(trace, gradient, sizes, training, layer, rng))
         except NotApplicable as reason:
             refusals.append(f"{layer.target}: {reason}")
     shown = "; ".join(refusals[:3]) + ("; …" if len(refusals) > 3 else "")
@@ -148,15 +150,17 @@ def _top(trace: Trace, layer: fx.Node, records: int) -> fx.Node:
     return top
 
 
-def _read(
+def read(
     trace: Trace,
     gradient: Named,
-    records: int,
+    sizes: tuple[int, ...],
     training: LocalTraining,
     node: fx.Node,
     rng: torch.Generator,
+    path: Path | None = None,
 ) -> Separated:
-    sizes = [len(batch) for batch in minibatches(records, training)]
+    """Every record's activations and signal from the gradient of one layer, without their labels
+    and not yet told from mixtures. `path` is what is known of the weights of these steps."""
     records = sum(sizes)  # as often as each appears
     top = _top(trace, node, records)
     layer = trace.layer(node)
@@ -187,8 +191,10 @@ def _read(
     misfit = float((signals.T @ seen - matrix).norm() / matrix.norm())
     # Contiguous: for a single record, PyTorch's batch norm misreads a gradient of other strides.
     signals = signals.view(records, positions, -1).transpose(1, 2).contiguous().view(records, *out)
-    slack = max(MISFIT, min(SLACK * rough, APPROXIMATE)) if len(sizes) == 1 else APPROXIMATE
-    path = Path(trace.parameters(), gradient, training, len(sizes) if centred else 1)
+    slack = slack_of(sizes, rough)
+    count = len(sizes) if centred else 1
+    if path is None or path.steps != count:
+        path = Path(trace.parameters(), gradient, training, count)
     if centred:
         amounts, steps = together(signals, sizes)
         found = AtLayer(trace, gradient, node, source, maps, signals, steps, path)
@@ -202,14 +208,29 @@ def _read(
         at_top = signals / _scale(trace, node, top)
         amounts = _amounts(trace, gradient, node, top, at_top, signals, slack)
         maps, at_top = _times(maps, 1 / amounts), _times(at_top, amounts)
-    errors = torch.zeros(records, trace.shape[trace.output].numel(), dtype=at_top.dtype)
-    for step, weights in zip(steps, path.weights, strict=True):
+    labels = torch.full((records,), -1)
+    return Separated(
+        node, top, at_top, source, maps, unsure, labels, misfit, rough, steps, path, sizes
+    )
+
+
+def slack_of(sizes: tuple[int, ...], rough: float) -> float:
+    """The share by which what was found in these steps may fail to explain what it should."""
+    return APPROXIMATE if len(sizes) > 1 else max(MISFIT, min(SLACK * rough, APPROXIMATE))
+
+
+def _labelled(trace: Trace, found: Separated) -> Separated:
+    """What was found with the labels that the signals tell at the head; refuses mixtures."""
+    top, slack = found.top, slack_of(found.sizes, found.rough)
+    classes = trace.shape[trace.output].numel()
+    errors = torch.zeros(len(found.maps), classes, dtype=found.signal.dtype)
+    for step, weights in zip(found.steps, found.path.weights, strict=True):
         with trace.holding(weights):
-            errors[step] = _errors(trace, top, at_top[step], slack)
+            errors[step] = _errors(trace, top, found.signal[step], slack)
     labels = errors.argmin(1)
-    exact = len(sizes) == 1
-    _check(trace, source if exact else None, maps, top, errors, labels, slack)
-    return Separated(node, top, at_top, source, maps, unsure, labels, misfit, rough, steps, path)
+    exact = len(found.sizes) == 1
+    _check(trace, found.source if exact else None, found.maps, top, errors, labels, slack)
+    return replace(found, labels=labels)
 
 
 def _times(values: Tensor, amounts: Tensor) -> Tensor:
@@ -274,7 +295,14 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor, slack: float) -> Tensor:
     if top is trace.output:
         return signal
     (above,) = top.users
-    # From the last ReLU on all is affine: a signal is a sum of the classes' slopes, by the error.
+    # From the last ReLU, or the max-pool of it, on all is affine: a signal is a sum of the classes'
+    # slopes, by the error.
+    while trace.sources[trace.output] != frozenset({above}) and len(above.users) == 1:
+        (pool,) = above.users
+        gathered = trace.gathered(pool, signal)
+        if gathered is None:
+            break
+        above, signal = pool, gathered
     if trace.sources[trace.output] != frozenset({above}):
         raise NotApplicable("labels cannot be read through another non-linearity above it")
     leaf = torch.zeros(1, *trace.shape[above], dtype=torch.float64, requires_grad=True)
@@ -317,12 +345,7 @@ def _check(
     (their weights are not known), only errors of a softmax."""
     wrong = errors / -errors.gather(1, labels[:, None])  # −1 at the label, else p/(1 − p_y)
     if source is not None and trace.sources[top] == frozenset({source}):
-        values = {source: maps}
-        if top is not trace.output:
-            (above,) = top.users
-            entering = {above.all_input_nodes[0]: trace.affine(top, values, {})}
-            values = {above: trace.apply(above, entering)}
-        chances = trace.affine(trace.output, values, {}).softmax(1)
+        chances = trace.affine(trace.output, {source: maps}, {}).softmax(1)
         chances[torch.arange(len(chances)), labels] -= 1
         expected = chances / -chances.gather(1, labels[:, None])
         off = float((wrong - expected).norm(dim=1).max())

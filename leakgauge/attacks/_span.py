@@ -22,16 +22,18 @@ overlap is ours.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import scipy.linalg
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leakgauge.attacks._linear import smallest
+from leakgauge.attacks._linear import smallest, smallest_of
 from leakgauge.errors import NotApplicable
 
 RANK = 3e-6  # singular values below this share of the largest are rounding
+LARGE = 6000  # unknowns beyond which no matrix of their equations is made
 GAP = 0.25  # a solution's eigenvalue, as a share of the first that is none (of order 0.1)
 EDGE = 0.5  # the first singular value that is none of the windows', as a share of their last
 
@@ -108,12 +110,13 @@ def common_maps(
         mean = project @ stack @ torch.linalg.inv(inner)
         project = project - mean @ stack.T @ project
         free = torch.from_numpy(scipy.linalg.helmert(positions))  # Σ_p R_p = 0
-    agree = project.view(positions, area, positions, area)
-    agree = torch.einsum("ip,paqb,jq->ijab", free, agree, free).flatten(2).flatten(0, 1)
-    gram = torch.einsum("car,cbs->abrs", parts, parts).flatten(2).flatten(0, 1)
     kept = len(free)
-    normal = (agree @ gram).view(kept, kept, rank, rank).transpose(1, 2).reshape(kept * rank, -1)
-    values, vectors = smallest(normal.numpy(), records + 1)
+    if kept * rank > LARGE:
+        values, vectors = smallest_of(
+            lambda block: _missed(block, free, parts, project), kept * rank, records + 1
+        )
+    else:
+        values, vectors = smallest(_normal(free, parts, project), records + 1)
     # A single window per record has no other to agree with: everything in its span is a map.
     if len(values) > records and max(values[records - 1], 1e-9) > GAP * values[records]:
         raise NotApplicable(
@@ -135,6 +138,28 @@ def common_maps(
     orthonormal: Tensor = torch.linalg.qr(maps.flatten(1).T).Q
     apart = math.sqrt(max(float(values[records - 1]), 0.0)) if positions > 1 else 0.0
     return orthonormal, apart
+
+
+def _normal(free: Tensor, parts: Tensor, project: Tensor) -> Any:
+    """The normal matrix of the equations T·x_c = 0 in R = freeᵀ·(kept × rank)."""
+    kept, positions = free.shape
+    area, rank = parts.shape[1:]
+    agree = project.view(positions, area, positions, area)
+    agree = torch.einsum("ip,paqb,jq->ijab", free, agree, free).flatten(2).flatten(0, 1)
+    gram = torch.einsum("car,cbs->abrs", parts, parts).flatten(2).flatten(0, 1)
+    normal = (agree @ gram).view(kept, kept, rank, rank).transpose(1, 2)
+    return normal.reshape(kept * rank, -1).numpy()
+
+
+def _missed(block: Any, free: Tensor, parts: Tensor, project: Tensor) -> Any:
+    """`_normal` by a block of vectors (kept·rank × count), without the matrix."""
+    (kept, positions), (channels, area, rank) = free.shape, parts.shape
+    spread = free.T @ torch.from_numpy(block).reshape(kept, -1)
+    flat = spread.view(positions, rank, -1).transpose(1, 2) @ parts.flatten(0, 1).T
+    views = flat.view(positions, -1, channels, area).movedim(3, 1).reshape(positions * area, -1)
+    left = (project @ views).view(positions, area, -1, channels).movedim(1, 3).flatten(2)
+    found = free @ (left @ parts.flatten(0, 1)).transpose(1, 2).reshape(positions, -1)
+    return found.view(kept * rank, -1).numpy()
 
 
 def _agreement(seen: Tensor) -> Tensor:

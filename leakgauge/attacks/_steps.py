@@ -1,6 +1,5 @@
 """Behind a batch norm in train mode: who was in a step, in which order, and with which signals.
 
-
 The signals of a step sum to zero in every channel. That tells which records were together, and all
 scales but one per step. The parts of each step in the gradient then tell the weights of the next,
 and its zeros the means that the norm took off. docs/methods/separation.md has the algebra.
@@ -74,8 +73,9 @@ def biases(trace: Trace, gradient: Named, relu: fx.Node) -> list[str]:
 
 def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
     """The mean square of what leaves a ReLU, if what enters it is normal: a sum of batch norms in
-    train mode, each with the mean and variance that its bias and weight give it, and of skips. None
-    where something else enters."""
+    train mode, each with the mean and variance that its bias and weight give it, and of skips;
+    twice that of the largest of some. None where something else enters."""
+    pooled, relu = relu, trace.unpooled(relu)
     if trace.kind[relu] != "relu":
         return None
     left = list(relu.all_input_nodes)
@@ -96,7 +96,8 @@ def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
     ratio = mean / variance.sqrt()
     density = torch.exp(-ratio.square() / 2) / math.sqrt(2 * math.pi)
     active = torch.special.ndtr(ratio)
-    return float(((mean**2 + variance) * active + mean * variance.sqrt() * density).mean())
+    energy = float(((mean**2 + variance) * active + mean * variance.sqrt() * density).mean())
+    return energy if pooled is relu else 2 * energy
 
 
 def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node:
@@ -175,17 +176,19 @@ class AtLayer:
     def amounts(self) -> Tensor:
         """A factor per record, the same in a step, by which signals add up to the gradient of the
         bias below the ReLU that the layer looks at. Where no bias tells it, maps become as large as
-        such a ReLU's usually are: only the ε of batch norms depends on it."""
-        names = biases(self.trace, self.gradient, self.source)
+        such a ReLU's usually are: only the ε of batch norms depends on it. A max-pool sends each
+        signal to one place, so that their sum is the same below it."""
+        relu = self.trace.unpooled(self.source)
+        names = biases(self.trace, self.gradient, relu)
         entered = self.layer.all_input_nodes[0]
-        while entered is not self.source and len(entered.users) == 1:
+        while entered is not relu and len(entered.users) == 1:
             entered = entered.all_input_nodes[0]
         found = torch.ones(len(self.maps), dtype=self.maps.dtype)
         energy = usual_energy(self.trace, self.source)
         if energy is not None:
             for step in self.steps:
                 found[step] = float((self.maps[step].square().mean() / energy).sqrt())
-        if entered is not self.source or len(self.source.users) > 1 or not names:
+        if entered is not relu or len(relu.users) > 1 or not names:
             return found
         sums = []
         for number, step in enumerate(self.steps):
@@ -227,9 +230,9 @@ class AtLayer:
                 lacking = self.gradient[name] - sums.sum(0)
                 for number, one in enumerate(passed):
                     getattr(one, key)[:, 0] += lacking * (worst == number) / one.x.shape[1]
-            for number, one in enumerate(passed):
-                slopes[number] = one.slope[:, 0] * one.x.shape[1]
-            self.path.learn(gamma, slopes)
+            for name, key in ((gamma, "slope"), (bias, "shift")):
+                parts = [getattr(one, key)[:, 0] * one.x.shape[1] for one in passed]
+                self.path.learn(name, torch.stack(parts))
         found = torch.zeros_like(self.signals)
         for step, one in zip(self.steps, passed, strict=True):
             y = one.x + one.shift + one.slope * one.normal

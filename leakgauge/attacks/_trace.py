@@ -226,9 +226,39 @@ class Trace:
 
     def rectified(self, node: fx.Node) -> bool:
         """Whether a node's values are those of a ReLU, or the largest of some."""
+        return self.kind[self.unpooled(node)] == "relu"
+
+    def unpooled(self, node: fx.Node) -> fx.Node:
+        """The node of whose values a max-pool takes the largest; any other node itself."""
         while self._module(node, nn.MaxPool2d) or node.target is F.max_pool2d:
             node = node.all_input_nodes[0]
-        return self.kind[node] == "relu"
+        return node
+
+    def gathered(self, node: fx.Node, signal: Tensor) -> Tensor | None:
+        """The signal at the output of a max-pool, from that at its input: each window's sum, as a
+        pool sends what it gets to one place. None for other nodes, and for windows that overlap."""
+        if not self._module(node, nn.MaxPool2d):
+            return None
+        pool: Any = self.module.get_submodule(str(node.target))
+        size, stride, padding, dilation = (
+            (one, one) if isinstance(one, int) else tuple(one)
+            for one in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+        )
+        if size != stride or padding != (0, 0) or dilation != (1, 1) or pool.ceil_mode:
+            return None
+        return F.avg_pool2d(signal, size, stride, divisor_override=1)
+
+    def follows(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether a node's value can be computed from that of another alone."""
+        seen, left = {source, node}, [node]
+        while left:
+            one = left.pop()
+            if one is self.input and one is not source:
+                return False
+            new = [] if one is source else [n for n in one.all_input_nodes if n not in seen]
+            seen.update(new)
+            left += new
+        return True
 
     def channelwise(self, node: fx.Node) -> bool:
         """Whether a node passes each entry on by itself: batch norm, sum, identity."""

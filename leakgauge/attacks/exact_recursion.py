@@ -22,7 +22,7 @@ The residual is the relative distance of the update that the found batch leads t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -165,16 +165,20 @@ class Read:
         self.seen = seen
         self.training, records = told(seen, NAME)
         self.trace = traced(seen)
-        self.begun = separate(self.trace, self.gradient, records, rng, self.training)
-        depth = self.trace.depth(self.begun.source)
-        self.watch = Watch(resources, total=depth + (more or len(self.begun.steps)))
-        self.watch(self.begun.misfit)
-        self.done = peel(self.trace, self.gradient, self.begun, self.watch, reach)
+        begun = separate(self.trace, self.gradient, records, rng, self.training)
+        depth = self.trace.depth(begun.source)
+        self.watch = Watch(resources, total=depth + (more or len(begun.steps)))
+        self.watch(begun.misfit)
+        self.done = peel(self.trace, self.gradient, begun, self.watch, reach, rng)
+        # A layer below may tell steps apart that the first one does not.
+        last = self.done.start
+        self.begun = replace(begun, steps=last.steps, path=last.path)
         self.weights: tuple[Named, ...] = self.begun.path.weights
 
     def facts(self) -> dict[str, Any]:
         return {
             "separated_at": str(self.begun.layer.target),
+            "separated_again_at": [str(layer.target) for layer in self.done.again],
             "separation_misfit": self.begun.misfit,
             "peeled_to": self.done.lowest.name,
             "peeled": len(self.done.known),

@@ -253,7 +253,7 @@ def recovered(
         raise NotApplicable("the search meets activations one by one, at the weights it was sent")
     begun = separate(trace, gradient, records, rng)
     watch = Watch(replace(resources or Resources(), progress=None), total=1)
-    known = peel(trace, gradient, begun, watch).known
+    known = peel(trace, gradient, begun, watch, rng=rng).known
     known.pop(trace.input, None)
     size = {node: float(value.square().sum()) for node, value in known.items()}
 
