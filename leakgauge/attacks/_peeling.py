@@ -44,7 +44,7 @@ from leakgauge.types import Named, Resources
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
-ROUGH = 0.03  # both for several steps, of which all but the first had other weights
+ROUGH = 0.03  # both for several steps by gradients alone: all but the first had other weights
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
 ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
@@ -83,7 +83,6 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
     too."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure)
-    exact = len(start.steps) == 1
     for node in reversed(trace.nodes[: trace.nodes.index(start.source)]):
         if not trace.bent(node):
             continue
@@ -99,8 +98,9 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
         if found is None:
             done.stopped = f"{node.name}: no layer with a known signal looks at it"
             break
-        value, residual, negative = found
+        value, residual, negative, joined = found
         watch(residual)
+        exact = joined or len(start.steps) == 1
         if residual > (RESIDUAL if exact else ROUGH) or negative > (NEGATIVE if exact else ROUGH):
             done.stopped = (
                 f"{node.name}, which its equations leave open (residual {residual:.1e}, negative "
@@ -115,9 +115,9 @@ def peel(trace: Trace, gradient: Named, start: Separated, watch: Watch, reach: s
     return done
 
 
-def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
-    """The activations of `node`, the residual of their equations and by how much a ReLU's are
-    negative; None if there are no equations.
+def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | None:
+    """The activations of `node`, the residual of their equations, by how much a ReLU's are negative
+    and whether equations were joined behind batch norms; None if there are no equations.
 
     Rounding hides which of the smallest activations above are zero. One wrong mask spoils the
     signal of its channel, and so one row of a weight gradient: rows that are unsure or do not fit
@@ -139,9 +139,9 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
     if trace.norms and not direct and not joined:
         if counted is None or not every:
             return None
-        also = ", also with what the activations above tell" if len(done.start.steps) == 1 else ""
         raise NotApplicable(
-            f"its gradients give {counted:.2f} equations for each of its unknowns, too few{also}"
+            f"its gradients give {counted:.2f} equations for each of its unknowns, too few, also "
+            "with what the activations above tell"
         )
     if counted is not None and counted < 1 and not forward and not joined:
         raise NotApplicable(
@@ -177,7 +177,7 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
             if spoilt[layer].any():
                 entered = done.entering(layer, node, value)
                 _correct(done, layer, lack.flatten(1), entered, spoilt[layer])
-    return value, residual, negative
+    return value, residual, negative, joined is not None and not direct
 
 
 def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
