@@ -371,7 +371,13 @@ def test_activations_above_carry_on_in_every_step() -> None:
     counted = _counted(done, first, every)
     assert counted is not None
     assert counted < 1.02
-    assert joined_at(done, first, every, counted) is not None
+    joined = joined_at(done, first, every, counted)
+    assert joined is not None
+    for told in joined.told:  # as they begin
+        for step in found.steps:
+            assert float(told.system.normal[:, step].sum((1, 2)).abs().max()) < 1e-9
+        told.prepare(joined.value)
+        assert torch.allclose(told.parts.sum(0), told.system.observed, atol=1e-12)
 
 
 def test_skips_are_met_in_every_step() -> None:

@@ -238,10 +238,6 @@ class System:
         assert weight is not None
         parts = self.parts(value)
         path.learn(weight, parts.view(len(parts), *self.done.gradient[weight].shape))
-        self.learn_slope()
-
-    def learn_slope(self) -> None:
-        """Tell the path what each step added to the gradient of the norm's weight."""
         self._learn("weight", self.signal * self.normal)
 
     def _learn(self, attribute: str, sums: Tensor) -> None:

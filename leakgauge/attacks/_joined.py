@@ -141,10 +141,8 @@ class Told:
         """û is told where the activation is active, elsewhere it begins with what makes its sum in
         a step zero."""
         self.steps = self.system.done.start.steps
-        for _ in self.steps:  # each tells the norm's weight in the next
-            self._hold(torch.zeros_like(self.value))
-            self.system.learn_slope()
         elsewhere = torch.zeros_like(self.value)
+        self._hold(elsewhere)
         for step in self.steps:
             open_ = (1 - self.active[:, step]).sum((1, 2)).clamp_min(1.0)
             rest = self.system.normal[:, step].sum((1, 2)) / open_
