@@ -146,7 +146,7 @@ def chains(given: argparse.Namespace) -> list[Case]:
         found += [replace(one, batch=batch) for batch in (4, 8, 16, 24)]
         found += [
             replace(one, batch=batch, steps=steps, **MOVING)
-            for steps, batch in ((1, 8), (2, 8), (4, 4))
+            for steps, batch in ((1, 8), (2, 4), (2, 8), (4, 4))
         ]
         found += [replace(one, epochs=2, **MOVING)]
         found += [

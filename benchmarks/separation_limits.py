@@ -1,13 +1,14 @@
-"""Four limits of separation and peeling, checked on draws that are in no other table.
+"""Five limits of separation and peeling, checked on draws that are in no other table.
 
     python benchmarks/separation_limits.py layers     do several layers together raise the limit?
     python benchmarks/separation_limits.py forward    do forward equations carry on in train mode?
     python benchmarks/separation_limits.py joined     and how many equations does that take?
+    python benchmarks/separation_limits.py steps      and after several steps?
     python benchmarks/separation_limits.py pools      does what is known tell the places of maxima?
 
-ResNet-10 of full width (joined: of half), batch norm in train mode; for pools one convolution of 32
-to 128 channels, a ReLU and a max-pool on 8 × 8 maps of four images. Images from the folder named by
-LEAKGAUGE_DATA.
+ResNet-10 of full width (joined and steps: of half), batch norm in train mode; for pools one
+convolution of 32 to 128 channels, a ReLU and a max-pool on 8 × 8 maps of four images. Images from
+the folder named by LEAKGAUGE_DATA.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from board import images, tuned
 from exact import SCALE, TRAINING, network
-from separation import Truth, after_scale, paired
+from separation import MOVING, Truth, after_scale, paired
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
@@ -32,20 +33,24 @@ from leakgauge.attacks._linear import Equation, solve
 from leakgauge.attacks._peeling import _counted, _gradient_equation
 from leakgauge.attacks._separation import gradient_of
 from leakgauge.attacks.exact_recursion import Read
+from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
 from leakgauge.types import Batch, Dataset, Observation, Resources, ThreatModel
 
 LAST = 9000  # training images from here on are the clients' of this script
 
 
-def played(batch: int, run: int = 0, width: float = 1.0) -> tuple[Observation, Batch]:
-    chosen, seed = tuned(batch, run)
+def played(
+    batch: int, run: int = 0, width: float = 1.0, steps: int = 1, **settings: float
+) -> tuple[Observation, Batch]:
+    records = steps * batch
+    chosen, seed = tuned(records, run)
     source = images("cifar10", "train", 32)
     rows = [LAST + i for i in chosen]
     private = Dataset(source.name, source.inputs[rows], source.labels[rows], source.classes)
-    training = replace(TRAINING, batch_size=batch, batch_norm="train")
+    training = replace(TRAINING, batch_size=batch, steps=steps, batch_norm="train", **settings)  # type: ignore[arg-type]
     scenario = Scenario(
-        lambda: network("resnet-10", seed, width=width), private, training, records=batch,
+        lambda: network("resnet-10", seed, width=width), private, training, records=records,
         scale=SCALE,
     )  # fmt: skip
     round_ = simulate(scenario, torch.Generator().manual_seed(seed))
@@ -106,25 +111,40 @@ def forward(batch: int = 8) -> None:
 def joined(draws: int = 1) -> None:
     """That node in batches of four to seven, and the equations that it has for each unknown, with
     half of the entries above active."""
-    name = "layer2_0_act2"
     print("| batch | equations | draw | error | said | CPU-s |\n|---|---|---|---|---|---|")
     for batch in (4, 5, 6, 7):
-        count = (128 * 9 + 128) / (batch * 256) + 2 * 128 * 64 / 2 / (64 * 256)
         for run in range(draws):
-            seen, truth = played(batch, run, 0.5)
-            began = time.process_time()
-            read = Read(seen, torch.Generator().manual_seed(0), Resources())
-            seconds = time.process_time() - began
-            true, trace = Truth(seen, truth), read.trace
-            order, _ = paired(read.begun.maps, torch.cat(true.at(trace, read.begun.source)))
-            known = {node.name: value for node, value in read.done.known.items()}
-            error, said = "–", read.done.stopped
-            if name in known:
-                wanted = true.at(trace, trace.named(name))[0]
-                error, said = f"{after_scale(known[name][order], wanted):.1e}", ""
-            print(
-                f"| {batch} | {count:.2f} | {run} | {error} | {said} | {seconds:.0f} |", flush=True
-            )
+            print(f"| {batch} {joined_row(batch, run)}", flush=True)
+
+
+def steps(draws: int = 3) -> None:
+    """That node after several steps with momentum and weight decay."""
+    print("| steps | equations | draw | error | said | CPU-s |\n|---|---|---|---|---|---|")
+    for lr in (0.01, 0.05, 0.1):
+        for run in range(draws):
+            row = joined_row(2, run, 2, lr=lr, **MOVING)
+            print(f"| 2 × 2, lr {lr:g} {row}", flush=True)
+
+
+def joined_row(batch: int, run: int, steps: int = 1, **settings: float) -> str:
+    """Equations, draw, error of the worst step after one scale per step, words and seconds."""
+    name, records = "layer2_0_act2", steps * batch
+    count = (128 * 9 + 128) / (records * 256) + 2 * 128 * 64 / 2 / (64 * 256)
+    seen, truth = played(batch, run, 0.5, steps, **settings)
+    began = time.process_time()
+    try:
+        read = Read(seen, torch.Generator().manual_seed(0), Resources())
+    except NotApplicable:
+        return f"| {count:.2f} | {run} | – | not separated | {time.process_time() - began:.0f} |"
+    seconds = time.process_time() - began
+    true, trace = Truth(seen, truth), read.trace
+    order, _ = paired(read.begun.maps, torch.cat(true.at(trace, read.begun.source)))
+    known = {node.name: value for node, value in read.done.known.items()}
+    error, said = "–", read.done.stopped
+    if name in known:
+        parts = zip(known[name][order].split(batch), true.at(trace, trace.named(name)), strict=True)
+        error, said = f"{max(after_scale(found, wanted) for found, wanted in parts):.1e}", ""
+    return f"| {count:.2f} | {run} | {error} | {said} | {seconds:.0f} |"
 
 
 def pools(rounds: int = 30) -> None:
@@ -185,15 +205,18 @@ def pools(rounds: int = 30) -> None:
         at = F.max_pool2d(out, 2, return_indices=True)[1]
 
 
+CHECKS = {
+    "layers": layers, "forward": forward, "joined": joined, "steps": steps, "pools": pools,
+}  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["layers", "forward", "joined", "pools"])
-    {"layers": layers, "forward": forward, "joined": joined, "pools": pools}[
-        parser.parse_args().what
-    ]()
+    parser.add_argument("what", choices=list(CHECKS))
+    CHECKS[parser.parse_args().what]()
 
 
 if __name__ == "__main__":

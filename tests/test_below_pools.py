@@ -262,8 +262,8 @@ def test_the_overlap_of_large_maps_is_that_of_small_ones(monkeypatch: pytest.Mon
     maps = normal(4, 24, 4, 4).relu()
     seen = _span.windows(maps, layer).flatten(0, 1)
     signal = normal(96, len(seen), seed=1)
-    basis = _span.row_space((signal - signal.mean(1, keepdim=True)) @ seen, 4, 16, lost=1)
+    basis, _ = _span.row_space((signal - signal.mean(1, keepdim=True)) @ seen, 4, 16, lost=1)
     monkeypatch.setattr(_span, "LARGE", 0)
-    span = _span.common_maps(basis, layer, (24, 4, 4), 4, centred=True)
+    span, _ = _span.common_maps(basis, layer, (24, 4, 4), 4, centred=True)
     flat = maps.flatten(1).T
     assert float((flat - span @ (span.T @ flat)).norm() / flat.norm()) < 1e-9

@@ -295,9 +295,9 @@ def test_a_node_with_too_few_equations_is_refused_before_it_is_solved() -> None:
 class Skip(nn.Module):
     """A block with a skip, at 8 × 8 positions, then 4 × 4, for 16 × 16 images."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, inner: int = 32) -> None:
         super().__init__()
-        sizes = [(3, width, 2), (width, width, 1), (width, width, 1), (width, 96, 2), (96, 128, 1)]
+        sizes = [(3, width, 2), (width, inner, 1), (inner, width, 1), (width, 96, 2), (96, 128, 1)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, s, 1, bias=False) for i, o, s in sizes)
@@ -326,6 +326,80 @@ def test_activations_above_are_met_through_skips_and_norms_of_any_weight() -> No
     joined = joined_at(done, first, every, _counted(done, first, every))
     assert joined is not None
     assert len(joined.skips) == 1
+
+
+class Branch(nn.Module):
+    """A block with a branch, from 8 × 8 to 4 × 4 positions, for 16 × 16 images."""
+
+    def __init__(self, width: int = 36) -> None:
+        super().__init__()
+        sizes = [(3, 8, 3, 2), (8, width, 3, 2), (width, width, 3, 1), (8, width, 1, 2)]
+        sizes += [(width, 128, 3, 1)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.convs = nn.ModuleList(
+                nn.Conv2d(i, o, k, s, k // 2, bias=False) for i, o, k, s in sizes
+            )
+            self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in sizes)
+            self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norms[0](self.convs[0](x)))
+        inner = torch.relu(self.norms[1](self.convs[1](x)))
+        x = torch.relu(self.norms[2](self.convs[2](inner)) + self.norms[3](self.convs[3](x)))
+        x = torch.relu(self.norms[4](self.convs[4](x)))
+        return self.head(x.mean((2, 3)))
+
+
+def test_activations_above_carry_on_in_every_step() -> None:
+    """Each at its own weights: those of layers and norms, above and at the node, have moved."""
+    model = any_affine(Branch())
+    nn.init.ones_(model.norms[4].weight)
+    nn.init.zeros_(model.norms[4].bias)
+    one = client(model, 6, size=16, batch_size=3, steps=2, lr=0.05, **SETTINGS)
+    found = separated(one)
+    done = peeled(one, found, 2)
+    first = done.trace.named("relu")
+    assert done.lowest is first, done.stopped
+    compared(found, done.known[first], one.truth("relu"))
+    later = one.weights()[1]
+    for name in ("convs.1.weight", "convs.3.weight", "norms.1.weight", "norms.3.bias"):
+        moved = (later[name] - one.weights()[0][name]).norm()
+        learnt = done.start.path.weights[1][name]
+        assert float((learnt - later[name]).norm() / moved) < 1e-3
+    del done.known[first]
+    every = signals_of(done, first)
+    counted = _counted(done, first, every)
+    assert counted is not None
+    assert counted < 1.02
+    joined = joined_at(done, first, every, counted)
+    assert joined is not None
+    for told in joined.told:  # as they begin
+        for step in found.steps:
+            assert float(told.system.normal[:, step].sum((1, 2)).abs().max()) < 1e-9
+        told.prepare(joined.value)
+        assert torch.allclose(told.parts.sum(0), told.system.observed, atol=1e-12)
+
+
+def test_skips_are_met_in_every_step() -> None:
+    """Of the node alone: all above it is true, and so are the weights that act there."""
+    one = client(any_affine(Skip(64, 28)), 4, size=16, batch_size=2, steps=2, lr=0.05, **SETTINGS)
+    found = separated(one)
+    pairs = compared(found, found.maps, one.truth(found.source.name))
+    done = peeled(one, found, 0)
+    for name in ("relu_2", "relu_1"):
+        node = done.trace.named(name)
+        value = found.maps.new_zeros(4, *done.trace.shape[node])
+        for step, pair, true in zip(found.steps, pairs, one.truth(name), strict=True):
+            value[step] = true[pair]
+        done.known[node] = value
+    for learnt, true_weights in zip(done.start.path.weights, one.weights(), strict=True):
+        learnt.update({n: w for n, w in true_weights.items() if not n.startswith("convs.1")})
+    first = done.trace.named("relu")
+    solved = _solved(done, first)
+    assert solved is not None
+    assert solved[3]
+    compared(found, solved[0], one.truth("relu"))
 
 
 def test_a_wrong_mask_in_train_mode_is_put_right_and_no_other() -> None:

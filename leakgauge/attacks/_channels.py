@@ -11,8 +11,11 @@ solution, and the next solution from them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leakgauge.attacks._known import Peeled, Rows, Solution, weight_gradient
@@ -101,24 +104,34 @@ class System:
             self.normal = torch.zeros_like(self.signal)  # û
             sizes = layer.weight.detach().flatten(1).norm(dim=1)
             self.sigma = sizes[:, None].expand(-1, self.signal.shape[1]).clone()
+            self._learn("bias", self.signal)
             self.behind()
 
     def gamma(self) -> Tensor:
-        """The weights of the batch norm, as they stand."""
-        weight = self.norm.weight
-        return torch.ones_like(self.sigma[:, 0]) if weight is None else weight.detach().clone()
+        """The weights of the batch norm in the step of each record: (outputs, N)."""
+        found = torch.ones_like(self.sigma)
+        for step, weights in self.done.steps:
+            with self.done.trace.holding(weights):
+                if self.norm.weight is not None:
+                    found[:, step] = self.norm.weight.detach()[:, None]
+        return found
+
+    def weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The records of each step, and the weight that the layer had in it."""
+        trace, layer = self.done.trace, self.rows.layer
+        name = trace.told(layer, "weight", self.done.gradient)
+        for step, weights in self.done.steps:
+            yield step, weights.get(name or "", trace.layer(layer).weight.detach()).double()
 
     def behind(self) -> None:
         """The signals at the layer itself, from those behind its batch norm."""
-        found = torch.zeros_like(self.signal)
-        for step, weights in self.done.steps:
-            with self.done.trace.holding(weights):
-                gamma = self.gamma()
+        found, gamma = torch.zeros_like(self.signal), self.gamma()
+        for step in self.done.start.steps:
             signal, normal = self.signal[:, step], self.normal[:, step]
             signal = signal - signal.mean((1, 2), keepdim=True)
             signal = signal - normal * (signal * normal).mean((1, 2), keepdim=True)
             signal = signal - signal.mean((1, 2), keepdim=True)
-            found[:, step] = signal * (gamma[:, None] / self.sigma[:, step])[:, :, None]
+            found[:, step] = signal * (gamma[:, step] / self.sigma[:, step])[:, :, None]
         self.at_layer = found
 
     def equations(self, channels: int) -> tuple[Tensor, Tensor]:
@@ -167,25 +180,33 @@ class System:
         """Take û and σ from what the layer puts out of this value; by how much û moved."""
         if self.rows.norm is None:
             return 0.0
-        before = self.normal
-        normal, sigma = torch.zeros_like(before), torch.zeros_like(self.sigma)
-        for step, weights in self.done.steps:
-            with self.done.trace.holding(weights):
-                out = self.centred(node, value[step])
-            deviation = (out.square().mean((1, 2)) + self.norm.eps).sqrt()
-            normal[:, step] = out / deviation[:, None, None]
-            sigma[:, step] = deviation[:, None].expand(-1, len(step))
-        self.normal, self.sigma = normal, sigma
+        moved = self.observe(node, value)
         self.behind()
-        self._learn(value)
-        return float((normal - before).norm() / normal.norm())
+        self.learn(value)
+        return moved
+
+    def observe(self, node: fx.Node, value: Tensor) -> float:
+        """û and σ of what the layer puts out of this value; by how much û moved."""
+        before, out = self.normal, self.centred(node, value)
+        self.normal, self.sigma = torch.zeros_like(before), torch.zeros_like(self.sigma)
+        for step in self.done.start.steps:
+            deviation = (out[:, step].square().mean((1, 2)) + self.norm.eps).sqrt()
+            self.normal[:, step] = out[:, step] / deviation[:, None, None]
+            self.sigma[:, step] = deviation[:, None].expand(-1, len(step))
+        return float((self.normal - before).norm() / self.normal.norm())
 
     def centred(self, node: fx.Node, value: Tensor) -> Tensor:
-        """What the layer puts out of this value of the node, less its mean: (outputs, N, …)."""
-        out: Tensor = self.done.trace.affine(self.rows.layer, {node: value}, {})
-        out = out.transpose(0, 1)
-        out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
-        return out - out.mean((1, 2), keepdim=True)
+        """What the layer puts out of this value of the node, at the weights of each step and less
+        the mean of that: (outputs, N, …)."""
+        layer = self.done.trace.layer(self.rows.layer)
+        seen = self.done.entering(self.rows.layer, node, value)
+        found = seen.new_zeros(self.signal.shape)
+        for step, weight in self.weights():
+            # Not by `holding`: the slopes of this are taken later, and want these very weights.
+            out = functional_call(layer, {"weight": weight}, (seen[step],)).transpose(0, 1)
+            out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
+            found[:, step] = out - out.mean((1, 2), keepdim=True)
+        return found
 
     def weight_gradient(self, node: fx.Node, value: Tensor, signal: Tensor) -> Tensor:
         """The gradient (outputs, channels, offsets) that signals (outputs, N, positions) give."""
@@ -197,40 +218,48 @@ class System:
         return weight_gradient(layer, seen, given).reshape(len(signal), -1, self.seen.shape[1])
 
     def energy(self, slope: Tensor) -> Tensor:
-        """The mean square over channels with which each pixel enters the layer's outputs, each of
-        them by its slope, added up."""
-        weight = self.done.trace.layer(self.rows.layer).weight.detach()
-        weight = weight.reshape(len(weight), -1, self.seen.shape[1]) * slope[:, None, None]
-        each = weight.square().sum(0).mean(0)  # by offset
-        found = each.new_zeros(self.pixels + 1)
-        for offset, amount in enumerate(each.tolist()):
-            found += amount * torch.bincount(self.seen[:, offset], minlength=self.pixels + 1)
-        return found[1:]
+        """The mean square over channels with which each pixel (N, pixels) enters the layer's
+        outputs, each of them by its slope (outputs, N), added up."""
+        found = slope.new_zeros(slope.shape[1], self.pixels + 1)
+        for step, weight in self.weights():
+            size = weight.reshape(len(weight), -1, self.seen.shape[1]) * slope[:, step[:1], None]
+            each = size.square().sum(0).mean(0)  # by offset
+            for offset, amount in enumerate(each.tolist()):
+                count = torch.bincount(self.seen[:, offset], minlength=self.pixels + 1)
+                found[step] += amount * count
+        return found[:, 1:]
 
-    def _learn(self, value: Tensor) -> None:
+    def learn(self, value: Tensor) -> None:
         """Tell the path what each step added to the gradients of the layer and its norm."""
-        path, trace = self.done.start.path, self.done.trace
+        path, name = self.done.start.path, self.done.trace.told
         if path.steps == 1:
             return
-        assert self.rows.norm is not None
-        flat = value.reshape(len(value), -1, self.pixels)
-        parts, slopes = [], []
-        for step, _ in self.done.steps:
-            parts.append(self._gradient(self.at_layer[:, step], flat[step]))
-            slopes.append((self.signal[:, step] * self.normal[:, step]).sum((1, 2)))
-        weight = trace.told(self.rows.layer, "weight", self.done.gradient)
-        gamma = trace.told(self.rows.norm, "weight", self.done.gradient)
+        weight = name(self.rows.layer, "weight", self.done.gradient)
         assert weight is not None
-        path.learn(weight, torch.stack(parts).view(len(parts), *self.done.gradient[weight].shape))
-        if gamma is not None:
-            path.learn(gamma, torch.stack(slopes))
+        parts = self.parts(value)
+        path.learn(weight, parts.view(len(parts), *self.done.gradient[weight].shape))
+        self._learn("weight", self.signal * self.normal)
+
+    def _learn(self, attribute: str, sums: Tensor) -> None:
+        """Tell the path the parts of a parameter of the norm: sums over records and positions."""
+        assert self.rows.norm is not None
+        name = self.done.trace.told(self.rows.norm, attribute, self.done.gradient)
+        if name is not None:
+            parts = [sums[:, step].sum((1, 2)) for step in self.done.start.steps]
+            self.done.start.path.learn(name, torch.stack(parts))
+
+    def parts(self, value: Tensor) -> Tensor:
+        """What each step adds to the layer's gradient: (steps, outputs, channels, offsets)."""
+        flat = value.reshape(len(value), -1, self.pixels)
+        steps = self.done.start.steps
+        return torch.stack([self._gradient(self.at_layer[:, s], flat[s]) for s in steps])
 
     def sized(self, value: Tensor) -> None:
         """Give the signals of each step the size with which they explain the gradient: where no
         bias told how large the activations above are, it is not known before."""
         steps = self.done.start.steps
-        parts = [self._gradient(self.at_layer[:, s], value[s])[self.good].flatten() for s in steps]
-        found = least_squares(torch.stack(parts, 1), self.observed[self.good].flatten()[:, None])
+        parts = self.parts(value)[:, self.good].flatten(1)
+        found = least_squares(parts.T, self.observed[self.good].flatten()[:, None])
         for step, amount in zip(steps, found[:, 0].tolist(), strict=True):
             if abs(amount - 1) < SIZED:
                 self.at_layer[:, step] *= amount

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from leakgauge.attacks._channels import NORM_SOLVED, RIDGE, System, grounded, usual_size
-from leakgauge.attacks._known import Peeled, Rows, Solution, forward_equation, telling
+from leakgauge.attacks._known import Peeled, Rows, Solution, telling
 from leakgauge.attacks._linear import Equation, solve, whitening
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
 
 SPARE_JOINED = 1.45  # and where they do, behind batch norms in train mode, all together
-JOINED_ROUNDS = 25  # times that statistics follow from such a solution
+JOINED_ROUNDS = 40  # times that statistics follow from such a solution
 JOINED_STEPS = 40  # of conjugate gradients in each
-JOINED_FALLS = 0.7  # times the residual of the round before, at most
+JOINED_FALLS = 0.9  # times the residual of the round before, at most
+JOINED_SETTLES = 0.7  # and below this residual
+JOINED_SMALL = 1e-5
 
 
 def joined_at(
@@ -35,10 +37,11 @@ def joined_at(
     """The equations of gradients and activations together, if there are enough of them. `counted`
     are those of the gradients for each unknown."""
     trace = done.trace
-    if not trace.norms or counted is None or len(done.start.steps) > 1:
+    if not trace.norms or counted is None:
         return None
     if not every or any(rows.norm is None for rows in every):
         return None
+    systems = [System(done, node, rows) for rows in every]
     told = [_told_of(done, rows) for rows in every]
     skips = [above for above in telling(done, node) if not _normed(done, above)]
     count = sum(float(active.sum()) for _, active in told)
@@ -46,13 +49,28 @@ def joined_at(
     count /= len(done.start.maps) * trace.shape[node].numel()
     if not count or counted + count < SPARE_JOINED:
         return None
-    systems = [System(done, node, rows) for rows in every]
     return Joined(
         done,
         node,
         [Told(system, *one) for system, one in zip(systems, told, strict=True)],
-        [forward_equation(done, node, above) for above in skips],
+        [_skip(done, node, above) for above in skips],
     )
+
+
+def _skip(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
+    """What a known activation tells of the node that it sees by a skip, at the weights of each
+    step."""
+    traces = [done.trace.moved(weights) for _, weights in done.steps]
+    target, told = done.trace.entered(above, done.known[above])
+
+    def entering(value: Tensor) -> Tensor:
+        found = torch.zeros_like(target)
+        for step, trace in zip(done.start.steps, traces, strict=True):
+            known = {one: of[step] for one, of in done.known.items()} | {node: value[step]}
+            found[step] = trace.affine(above.all_input_nodes[0], known, {})
+        return found * told
+
+    return entering, target * told
 
 
 def _told_of(done: Peeled, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -60,21 +78,33 @@ def _told_of(done: Peeled, rows: Rows) -> tuple[Tensor, Tensor]:
     must be unknown of what enters it."""
     trace, norm = done.trace, rows.norm
     assert norm is not None
-    none = torch.zeros_like(rows.signal)
-    value, active = none, none
+    value, active = torch.zeros_like(rows.signal), torch.zeros_like(rows.signal)
     above = trace.activation_above(rows.layer)
     if above in done.known and trace.kind[above] == "relu":
         entering = above.all_input_nodes[0]
         if _closed(trace, entering, done.known.keys() | {norm}):
-            rest = trace.affine(entering, {**done.known, norm: none}, {})
-            more = trace.affine(entering, {**done.known, norm: none + 1}, {})
-            if torch.allclose(more - rest, none + 1):
-                active = (done.known[above] > 0).to(none)
-                bias = getattr(trace.module.get_submodule(str(norm.target)), "bias", None)
-                offset = 0.0 if bias is None else bias.view(1, -1, *[1] * (none.dim() - 2))
-                value = active * (done.known[above] - rest - offset)
+            for step, weights in done.steps:
+                with trace.holding(weights):
+                    rest = _besides(done, entering, norm, step, value[step])
+                if rest is not None:
+                    active[step] = (done.known[above][step] > 0).to(value)
+                    value[step] = active[step] * (done.known[above][step] - rest)
     parts = [one.flatten(2) if one.dim() > 2 else one[:, :, None] for one in (value, active)]
     return parts[0].transpose(0, 1), parts[1].transpose(0, 1)
+
+
+def _besides(
+    done: Peeled, entering: fx.Node, norm: fx.Node, step: Tensor, none: Tensor
+) -> Tensor | None:
+    """What enters an activation in a step besides what a norm puts out: its bias counts as such.
+    None where the two do not simply add up."""
+    trace, known = done.trace, {one: value[step] for one, value in done.known.items()}
+    rest, more = (trace.affine(entering, {**known, norm: none + add}, {}) for add in (0.0, 1.0))
+    if not torch.allclose(more - rest, none + 1):
+        return None
+    bias = getattr(trace.module.get_submodule(str(norm.target)), "bias", None)
+    found: Tensor = rest if bias is None else rest + bias.view(1, -1, *[1] * (none.dim() - 2))
+    return found
 
 
 def _closed(trace: Trace, node: fx.Node, held: Set[fx.Node]) -> bool:
@@ -100,67 +130,86 @@ def _normed(done: Peeled, above: fx.Node) -> bool:
 class Told:
     """What the activation behind a layer's batch norm tells of that: `value`, what the norm put
     out less its bias, where it is `active`; both (outputs, N, positions). The equations are linear
-    in the layer's input t and in the share s by which σ differs from what it was taken for."""
+    in the layer's input t and in the shares s (steps, outputs) by which σ differs from what it was
+    taken for."""
 
     system: System
     value: Tensor
     active: Tensor
 
     def __post_init__(self) -> None:
-        """û is told where the activation is active, elsewhere it begins with what makes its sum
-        zero."""
-        self._hold(torch.zeros_like(self.value))
-        rest = self.system.normal.sum((1, 2)) / (1 - self.active).sum((1, 2)).clamp_min(1.0)
-        self._hold(-rest[:, None, None].expand_as(self.value))
-
-    def _hold(self, elsewhere: Tensor) -> None:
-        gamma = self.system.gamma()[:, None, None]
-        told = torch.where(gamma.abs() > 1e-6, self.value / gamma, 0.0)
-        self.system.normal = torch.where(self.active > 0, told, elsewhere)
+        """û is told where the activation is active, elsewhere it begins with what makes its sum in
+        a step zero."""
+        self.steps = self.system.done.start.steps
+        elsewhere = torch.zeros_like(self.value)
+        self._hold(elsewhere)
+        for step in self.steps:
+            open_ = (1 - self.active[:, step]).sum((1, 2)).clamp_min(1.0)
+            rest = self.system.normal[:, step].sum((1, 2)) / open_
+            elsewhere[:, step] = -rest[:, None, None]
+        self._hold(elsewhere)
         self.system.behind()
 
+    def _hold(self, elsewhere: Tensor) -> None:
+        gamma = self.system.gamma()[:, :, None]
+        told = torch.where(gamma.abs() > 1e-6, self.value / gamma, 0.0)
+        self.system.normal = torch.where(self.active > 0, told, elsewhere)
+
     def follow(self, node: fx.Node, value: Tensor) -> float:
-        moved = self.system.follow(node, value)
+        moved = self.system.observe(node, value)
         self._hold(self.system.normal)
+        self.system.behind()
+        self.system.learn(value)
         return moved
 
-    def prepare(self) -> None:
-        """For one solution: γ/σ, and signals that are mixed as in `_gradient_equation`."""
+    def prepare(self, value: Tensor) -> None:
+        """For one solution from this value: γ/σ, signals that are mixed as in `_gradient_equation`,
+        and the part of each step in the gradient; what they lack is shared among them."""
         system = self.system
-        self.slope = system.gamma() / system.sigma[:, 0]
+        self.slope = system.gamma() / system.sigma
         signal = system.at_layer[system.good]
         self.mix = whitening(signal.flatten(1))
         self.signal = torch.einsum("kc,cnp->knp", self.mix, signal)
-        self.mixed = torch.einsum("kc,cij->kij", self.mix, system.observed[system.good])
-        self.sizes = [1 / float(v.norm().clamp_min(1e-30)) for v in (self.value, self.mixed)]
+        parts = system.parts(value)
+        self.parts = parts + (system.observed - parts.sum(0)) / len(parts)
+        mixed = torch.einsum("kc,cij->kij", self.mix, system.observed[system.good])
+        self.sizes = [1 / float(v.norm().clamp_min(1e-30)) for v in (self.value, mixed)]
 
     def equations(self, node: fx.Node, t: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """γ/σ·(u − ū) − (1 + s)·e and Σ t ⋆ δ − (1 + s)·G, each by the size of what is known."""
-        system, factor = self.system, (1 + share)[:, None, None]
-        above = self.slope[:, None, None] * system.centred(node, t) - factor * self.value
-        gradient = torch.einsum("kc,cij->kij", self.mix, (factor * system.observed)[system.good])
+        """γ/σ·(u − ū) − (1 + s)·e and Σ t ⋆ δ − G − Σ s·(part of the step in G), each by the size
+        of what is known."""
+        system = self.system
+        wider = torch.zeros_like(self.slope)
+        for step, one in zip(self.steps, share, strict=True):
+            wider[:, step] = one[:, None]
+        above = self.slope[:, :, None] * system.centred(node, t)
+        above = above - (1 + wider)[:, :, None] * self.value
+        gradient = system.observed + torch.einsum("sc,scij->cij", share, self.parts)
+        gradient = torch.einsum("kc,cij->kij", self.mix, gradient[system.good])
         own = system.weight_gradient(node, t, self.signal)
         return self.sizes[0] * self.active * above, self.sizes[1] * (own - gradient)
 
     def squares(self) -> tuple[Tensor, Tensor, Tensor]:
         """Their normal matrix, roughly: of a channel of t by the gradients, (N·pixels)², by the
-        activations, (pixels), and of s."""
+        activations, (N, pixels), and of s, (steps, outputs)."""
         system, (above, below) = self.system, (size**2 for size in self.sizes)
         gradients = below * system.normal_matrix(self.signal)
         activations = above * float(self.active.mean()) * system.energy(self.slope)
-        share = above * self.value.square().sum((1, 2))
-        observed = system.observed[system.good].square().sum((1, 2))
-        share[system.good] += below * self.mix.square().sum(0) * observed
+        told = [self.value[:, step].square().sum((1, 2)) for step in self.steps]
+        share = above * torch.stack(told)
+        parts = self.parts[:, system.good].square().sum((2, 3))
+        share[:, system.good] += below * self.mix.square().sum(0) * parts
         return gradients, activations, share
 
 
 class Joined:
-    """The equations of the gradients and of the activations above together, in one local step with
-    batch norms in train mode. Behind a layer that puts out u = W·t a known activation tells
+    """The equations of the gradients and of the activations above together, with batch norms in
+    train mode. Behind a layer that puts out u = W·t a known activation tells
 
         γ/σ·(u − ū) = e     where it is active; e is what the norm put out there, less its bias,
 
-    so that û = e/γ there. Elsewhere û follows from each solution, as σ does.
+    so that û = e/γ there. Elsewhere û follows from each solution, as σ does. All that is so in
+    every local step, at its own weights, which follow from the solutions too.
     """
 
     def __init__(
@@ -176,7 +225,7 @@ class Joined:
         systems = [one.system for one in self.told]
         for system in systems:
             system.good = good[system.rows.layer]
-        null = [] if self.skips else _unseen(systems, len(self.value))
+        null = [] if self.skips else _unseen(systems, self.done)
         residual = math.inf
         for _ in range(JOINED_ROUNDS):
             before = residual
@@ -186,7 +235,8 @@ class Joined:
                 value = usual_size(self.done, self.node, value)
             self.value = value
             moved = max(one.follow(self.node, value) for one in self.told)
-            if moved < NORM_SOLVED or residual > JOINED_FALLS * before:
+            falls = JOINED_SETTLES if residual < JOINED_SMALL else JOINED_FALLS
+            if moved < NORM_SOLVED or residual > falls * before:
                 break
         for system in systems:
             system.sized(self._flat(self.value))
@@ -204,26 +254,26 @@ class Joined:
         the diagonal of that of the activations."""
         shape, count = self.value.shape, self.value.numel()
         for one in self.told:
-            one.prepare()
-        sizes = [len(one.value) for one in self.told]
+            one.prepare(self.value)
+        outputs = [len(one.value) for one in self.told]
         squares = [one.squares() for one in self.told]
         normal = torch.stack([gradients for gradients, _, _ in squares]).sum(0)
         energy = torch.stack([activations for _, activations, _ in squares]).sum(0)
         for (_, target), size in self.skips:
             energy = energy + size**2 * float((target != 0).double().mean())
-        normal.diagonal().add_(energy.repeat(len(self.value)))
+        normal.diagonal().add_(energy.flatten())
         normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()))
         factor = torch.linalg.cholesky(normal)
-        own = torch.cat([share for _, _, share in squares])
+        own = torch.cat([share for _, _, share in squares], 1)  # (steps, outputs of all layers)
         own = own.clamp_min(1e-12 * float(own.max()))
 
         def function(z: Tensor) -> Tensor:
-            # Without skips all equations hold for any size of t: the mean of σ is left as it is.
-            t, shares = z[:count].view(shape), z[count:]
-            shares = shares if self.skips else shares - shares.mean()
+            # Without skips all equations hold for any size of t in a step: the mean of σ stays.
+            t, shares = z[:count].view(shape), z[count:].view_as(own)
+            shares = shares if self.skips else shares - shares.mean(1, keepdim=True)
             found = [
                 part.flatten()
-                for one, share in zip(self.told, torch.split(shares, sizes), strict=True)
+                for one, share in zip(self.told, torch.split(shares, outputs, 1), strict=True)
                 for part in one.equations(self.node, t, share)
             ]
             found += [size * (f(t) - target).flatten() for (f, target), size in self.skips]
@@ -233,17 +283,17 @@ class Joined:
             t = self._flat(z[:count].view(shape)).transpose(1, 2)
             t = torch.cholesky_solve(t.reshape(len(factor), -1), factor)
             t = t.view(len(self.value), self.pixels, -1).transpose(1, 2)
-            return torch.cat([t.reshape(-1), z[count:] / own])
+            return torch.cat([t.reshape(-1), z[count:] / own.flatten()])
 
-        begin = torch.cat([self.value.flatten(), torch.zeros_like(own)])
+        begin = torch.cat([self.value.flatten(), torch.zeros_like(own).flatten()])
         wanted = torch.zeros_like(function(begin))
         found, residual = solve([(function, wanted)], begin, JOINED_STEPS, condition)
         return found[:count].view(shape), residual
 
 
-def _unseen(systems: list[System], records: int) -> list[Tensor]:
+def _unseen(systems: list[System], done: Peeled) -> list[Tensor]:
     """The pattern of pixels that no equation sees behind batch norms in train mode, the same in all
-    records: at every offset of every layer it is a constant."""
+    records of a step, one per step: at every offset of every layer it is a constant."""
     pixels = systems[0].pixels
     square = torch.zeros(pixels, pixels, dtype=torch.float64)
     for system in systems:
@@ -255,4 +305,8 @@ def _unseen(systems: list[System], records: int) -> list[Tensor]:
     null = vectors[:, values < 1e-9 * float(values[-1])]
     if null.shape[1] > 1:
         raise NotApplicable("its equations leave more open than a constant per step")
-    return [null[:, 0].repeat(records)] if null.shape[1] else []
+    found = []
+    for step in done.start.steps if null.shape[1] else ():
+        found.append(null.new_zeros(len(done.start.maps), pixels))
+        found[-1][step] = null[:, 0]
+    return [one.flatten() for one in found]

@@ -45,7 +45,7 @@ from leakgauge.types import Named, Resources
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
-ROUGH = 0.03  # both for several steps, of which all but the first had other weights
+ROUGH = 0.03  # both for several steps by gradients alone: all but the first had other weights
 NOISE = 3  # times the roughness of the separated maps that equations may be unsatisfied by
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
@@ -118,7 +118,6 @@ def _on(done: Peeled, watch: Watch, reach: str) -> bool:
 def _down(done: Peeled, watch: Watch, reach: str) -> None:
     """Solve for one node after another, from the layer separated last."""
     trace = done.trace
-    residual_limit, negative_limit = _limits(done.start)
     for node in reversed(trace.nodes[: trace.nodes.index(done.start.source)]):
         if not trace.bent(node):
             continue
@@ -133,8 +132,9 @@ def _down(done: Peeled, watch: Watch, reach: str) -> None:
         if found is None:
             done.stopped = f"{node.name}: no layer with a known signal looks at it"
             break
-        value, residual, negative = found
+        value, residual, negative, joined = found
         watch(residual)
+        residual_limit, negative_limit = _limits(done.start, joined)
         if residual > residual_limit or negative > negative_limit:
             done.stopped = (
                 f"{node.name}, which its equations leave open (residual {residual:.1e}, negative "
@@ -148,18 +148,18 @@ def _down(done: Peeled, watch: Watch, reach: str) -> None:
             done.known[node] = _anchored(done, node, done.known[node])
 
 
-def _limits(start: Separated) -> tuple[float, float]:
+def _limits(start: Separated, joined: bool) -> tuple[float, float]:
     """By how much the equations of a node may be unsatisfied, and a ReLU's output negative. Noise
     in the update is in its equations too."""
-    if len(start.steps) > 1:
+    if len(start.steps) > 1 and not joined:
         return ROUGH, ROUGH
     noise = min(NOISE * start.rough, ROUGH)
     return max(RESIDUAL, noise), max(NEGATIVE, noise)
 
 
-def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
-    """The activations of `node`, the residual of their equations and by how much a ReLU's are
-    negative; None if there are no equations.
+def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | None:
+    """The activations of `node`, the residual of their equations, by how much a ReLU's are negative
+    and whether equations were joined behind batch norms; None if there are no equations.
 
     Rounding hides which of the smallest activations above are zero. One wrong mask spoils the
     signal of its channel, and so one row of a weight gradient: rows that are unsure or do not fit
@@ -181,9 +181,9 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
     if trace.norms and not direct and not joined:
         if counted is None or not every:
             return None
-        also = ", also with what the activations above tell" if len(done.start.steps) == 1 else ""
         raise NotApplicable(
-            f"its gradients give {counted:.2f} equations for each of its unknowns, too few{also}"
+            f"its gradients give {counted:.2f} equations for each of its unknowns, too few, also "
+            "with what the activations above tell"
         )
     if counted is not None and counted < 1 and not forward and not joined:
         raise NotApplicable(
@@ -219,7 +219,7 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float] | None:
             if spoilt[layer].any():
                 entered = done.entering(layer, node, value)
                 _correct(done, layer, lack.flatten(1), entered, spoilt[layer])
-    return value, residual, negative
+    return value, residual, negative, joined is not None and not direct
 
 
 def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
