@@ -75,10 +75,10 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 DEFENCES: dict[str, Defence | None] = {
     "none": None,
-    **{f"clipped to norm {n:g}": Clip(norm=n) for n in (1e-2, 1e-4)},
-    **{f"noise {s:g}": Noise(s) for s in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)},
-    **{f"pruned {s:.0%}": Prune(share=s) for s in (0.01, 0.1, 0.5, 0.9)},
-    **{f"{b} bits": Quantise(b) for b in (24, 20, 16, 12, 8)},
+    "clipped to norm 0.0001": Clip(norm=1e-4),
+    **{f"noise {s:g}": Noise(s) for s in (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)},
+    **{f"pruned {s:.0%}": Prune(share=s) for s in (0.01, 0.1, 0.3, 0.5)},
+    **{f"{b} bits": Quantise(b) for b in (16, 12, 8, 6, 4)},
 }
 
 Outcome = dict[str, Any]
@@ -161,9 +161,10 @@ def shown(given: argparse.Namespace) -> list[Case]:
     one = Case("", 4, width=given.width, net=named(given.net), mode=given.mode)
     sizes = [(1, batch) for batch in (4, 8, 16, 24)] + [(4, 4)]
     return [
-        replace(one, model=name, batch=batch, steps=steps)
+        replace(one, model=name, batch=batch, steps=steps, defence=defence)
         for name in given.model or ("resnet-10",)
         for steps, batch in sizes
+        for defence in given.defence or ("none",)
     ]
 
 
@@ -680,6 +681,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--width", type=float, default=1.0)
     add("--net", type=Path, help="trained weights of that model, for all runs")
     add("--mode", choices=["train", "eval"], default="train", help="of batch norm")
+    add("--defence", nargs="+", choices=DEFENCES, help="of the images' clients")
     add("--batch", type=int, nargs="+", help="only these")
     add("--steps", type=int, nargs="+", help="only these")
     add("--only", default="*", metavar="GLOB", help="only cases with such a title")
