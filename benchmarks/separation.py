@@ -11,8 +11,9 @@ Every run is one line of the file --out, written when it ends: start again to go
 there are not made again; --show prints the tables of that file and runs nothing. Images and weight
 seeds are the judged pairs of the board (board.py): CIFAR-10 test images, 32 × 32, from the folder
 named by LEAKGAUGE_DATA, a new draw of weights per run, Kaiming-normal fan-out (VGG: PyTorch's own).
-Nothing was chosen on them. Public images are those of the training split. --net FILE takes trained
-weights instead (train_network.py makes them). Truths enter the scores alone.
+Nothing was chosen on them. Public images are those of the training split, or with --public photos
+the photographs that an audit takes where it is given none. --net FILE takes trained weights instead
+(train_network.py makes them). Truths enter the scores alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 from board import images, judged, mean_image, rng_of
-from exact import OWN, SCALE, Noise, Quantise, network
+from exact import OWN, SCALE, SHARES, Noise, Quantise, network
 from scipy.optimize import linear_sum_assignment
 from sources import commit
 from torch import Tensor, fx, nn
@@ -42,6 +43,7 @@ from leakgauge.attacks import ATTACKS, SeparateAndDecode, exposure, separable
 from leakgauge.attacks._decoder import decode
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Read
+from leakgauge.attacks.separate_and_decode import ENOUGH
 from leakgauge.defences import Clip, Prune
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, setting, simulate
@@ -76,7 +78,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 DEFENCES: dict[str, Defence | None] = {
     "none": None,
     "clipped to norm 0.0001": Clip(norm=1e-4),
-    **{f"noise {s:g}": Noise(s) for s in (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)},
+    **{f"noise {s:g}": Noise(s) for s in SHARES},
     **{f"pruned {s:.0%}": Prune(share=s) for s in (0.01, 0.1, 0.3, 0.5)},
     **{f"{b} bits": Quantise(b) for b in (16, 12, 8, 6, 4)},
 }
@@ -295,7 +297,7 @@ def attacked(case: Case, run: int, given: argparse.Namespace) -> Outcome:
         steps=given.fit_steps, images=given.fit_images, evaluations=given.evaluations
     )
     round_, seen, batch = played(case, run, given.net)
-    kept = prepared(attack, round_, given.keep)
+    kept = prepared(attack, round_, given.public, given.keep)
     seen = replace(seen, kept=kept)
     began = time.process_time()
     guess = attack.reconstruct(seen, rng_of("images", run), Resources())
@@ -312,7 +314,8 @@ def attacked(case: Case, run: int, given: argparse.Namespace) -> Outcome:
         "mean image": scores(mean_image("cifar10", 32).expand_as(batch.inputs), batch),
     }
     if node := str(guess.facts.get("decoder_node", "")):
-        read = Read(seen, rng_of("images", run), Resources())
+        enough = ENOUGH * batch.inputs[0].numel()
+        read = Read(seen, rng_of("images", run), Resources(), enough=enough)
         value = read.done.known[read.trace.named(node)]
         begun = torch.zeros(len(value), *batch.inputs.shape[1:])
         for step in read.begun.steps:
@@ -324,9 +327,9 @@ def attacked(case: Case, run: int, given: argparse.Namespace) -> Outcome:
     return outcome
 
 
-def prepared(attack: SeparateAndDecode, round_: Round, folder: Path | None) -> Kept:
+def prepared(attack: SeparateAndDecode, round_: Round, public: str, folder: Path | None) -> Kept:
     """The decoder for this model and training: from the folder, or fitted and put there."""
-    aim = target(round_, images("cifar10", "train", 32))
+    aim = target(round_, images(public, "train", 32))
     key = key_of(attack, aim)
     done = part = None
     if folder is not None:
@@ -589,6 +592,8 @@ def key_for(what: str, case: Case, given: argparse.Namespace) -> Outcome:
     if what == "images":
         fit = {"steps": given.fit_steps, "images": given.fit_images}
         key["options"] = fit | {"evaluations": given.evaluations}
+        if given.public != "cifar10":
+            key["public"] = given.public
     return key
 
 
@@ -685,6 +690,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--batch", type=int, nargs="+", help="only these")
     add("--steps", type=int, nargs="+", help="only these")
     add("--only", default="*", metavar="GLOB", help="only cases with such a title")
+    add("--public", choices=["cifar10", "photos"], default="cifar10", help="of the decoder's fit")
     add("--keep", type=Path, help="folder of decoders, by model, training and options")
     add("--fit-steps", type=int, default=SeparateAndDecode.steps)
     add("--fit-images", type=int, default=SeparateAndDecode.images)

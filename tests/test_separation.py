@@ -8,6 +8,7 @@ the weights that each step began with.
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ class Once(Watch):
         return self.left >= 0
 
 
-def peeled(one: Client, found: Separated, nodes: int = 1) -> Peeled:
+def peeled(one: Client, found: Separated, nodes: int = 1, enough: float = math.inf) -> Peeled:
     trace = one.trace()
     names = {node.name: node for node in trace.nodes}
     # `separable` traced a network of its own: its nodes are the same ones by name.
@@ -210,7 +211,7 @@ def peeled(one: Client, found: Separated, nodes: int = 1) -> Peeled:
         found, layer=names[found.layer.name], top=names[found.top.name],
         source=names[found.source.name],
     )  # fmt: skip
-    return peel(trace, gradient_of(one.seen), own, Once(nodes))
+    return peel(trace, gradient_of(one.seen), own, Once(nodes), enough=enough)
 
 
 # ---------------------------------------------------------------- exact cases
@@ -285,11 +286,21 @@ def test_activations_above_carry_on_where_gradients_are_too_few() -> None:
     compared(found, done.known[done.lowest], one.truth("layer2_0_act2"))
 
 
+@pytest.mark.parametrize(("enough", "lowest"), [(4096, "layer3_0_act1"), (4097, "layer2_0_act2")])
+def test_equations_are_not_joined_once_enough_is_known(enough: int, lowest: str) -> None:
+    """The gradients alone tell 64 × 8 × 8 values of every record."""
+    one = client(resnet(width=0.25), 2)
+    done = peeled(one, separated(one), 3, enough)
+    assert done.lowest.name == lowest
+
+
 def test_a_node_with_too_few_equations_is_refused_before_it_is_solved() -> None:
     one = client(resnet(width=0.25), 6)
-    done = peeled(one, separated(one), 3)
+    found = separated(one)
+    done = peeled(one, found, 3)
     assert done.lowest.name == "layer3_0_act1"
     assert "0.42 equations for each of its unknowns, too few, also with what" in done.stopped
+    assert peeled(one, found, 3, 4096).stopped.endswith("of its unknowns, too few")
 
 
 class Skip(nn.Module):

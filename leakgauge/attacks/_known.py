@@ -6,6 +6,7 @@ weights of each local step, to the layers that look at the next unknown node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -34,10 +35,16 @@ class Peeled:
     unsure: dict[fx.Node, Tensor]  # channels of ReLUs in which an entry may be zero or not
     stopped: str = ""
     again: list[fx.Node] = field(default_factory=list)  # layers that told the records apart anew
+    enough: float = math.inf  # values of a record at a known node that make dear equations needless
 
     @property
     def lowest(self) -> fx.Node:
         return list(self.known)[-1]
+
+    @property
+    def suffices(self) -> bool:
+        """Whether a known node has enough values of every record."""
+        return any(self.trace.shape[node].numel() >= self.enough for node in self.known)
 
     @property
     def steps(self) -> Iterator[tuple[Tensor, Named]]:

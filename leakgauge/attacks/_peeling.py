@@ -88,13 +88,15 @@ def peel(
     watch: Watch,
     reach: str = "",
     rng: torch.Generator | None = None,
+    enough: float = math.inf,
 ) -> Peeled:
     """Solve for one non-linear node after another, from the separated layer down to the image. What
     comes next is worth nothing without the node `reach`: that one is solved for if the time is up,
     too. Where no equations lead further, a layer below may tell the records apart by itself; not
-    without an `rng`."""
+    without an `rng`. Once a node with `enough` values of a record is known, the activations above
+    are not joined with the gradients, which costs more than all the rest."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
-    done = Peeled(trace, gradient, start, known, unsure)
+    done = Peeled(trace, gradient, start, known, unsure, enough=enough)
     _down(done, watch, reach)
     while done.stopped and rng is not None and _on(done, watch, reach):
         try:
@@ -176,14 +178,14 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
         none = torch.zeros(rows.signal.shape[1], dtype=torch.bool)
         spoilt[rows.layer] = _few(done.unsure.get(above, none) if above else none)
     counted = _counted(done, node, every)
-    joined = joined_at(done, node, every, counted)
+    joined = None if done.suffices else joined_at(done, node, every, counted)
     direct = counted is not None and counted > (SPARE_FORWARD if forward or joined else SPARE)
     if trace.norms and not direct and not joined:
         if counted is None or not every:
             return None
+        also = "" if done.suffices else ", also with what the activations above tell"
         raise NotApplicable(
-            f"its gradients give {counted:.2f} equations for each of its unknowns, too few, also "
-            "with what the activations above tell"
+            f"its gradients give {counted:.2f} equations for each of its unknowns, too few{also}"
         )
     if counted is not None and counted < 1 and not forward and not joined:
         raise NotApplicable(

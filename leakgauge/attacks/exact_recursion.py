@@ -21,6 +21,7 @@ The residual is the relative distance of the update that the found batch leads t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -160,6 +161,7 @@ class Read:
         resources: Resources,
         more: int = 0,
         reach: str = "",
+        enough: float = math.inf,
     ) -> None:
         self.gradient = gradient_of(seen)
         self.seen = seen
@@ -169,7 +171,7 @@ class Read:
         depth = self.trace.depth(begun.source)
         self.watch = Watch(resources, total=depth + (more or len(begun.steps)))
         self.watch(begun.misfit)
-        self.done = peel(self.trace, self.gradient, begun, self.watch, reach, rng)
+        self.done = peel(self.trace, self.gradient, begun, self.watch, reach, rng, enough)
         # A layer below may tell steps apart that the first one does not.
         last = self.done.start
         self.begun = replace(begun, steps=last.steps, path=last.path)

@@ -19,6 +19,7 @@ images. The residual is the relative distance of the update that the found batch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -43,6 +44,8 @@ from leakgauge.types import (
     Resources,
     Target,
 )
+
+ENOUGH = 4  # times as many activations as an image has values: the search needs no more
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class SeparateAndDecode:
         labels = torch.randint(target.task.count, (target.records,), generator=rng)
         rehearsed = train(target.setting, Batch(public.inputs[picked], labels), training, rng)
         seen = Observation(target.setting, rehearsed.update, training, target.records)
-        read = Read(seen, rng, replace(resources, progress=None))
+        enough = ENOUGH * math.prod(record.shape)
+        read = Read(seen, rng, replace(resources, progress=None), enough=enough)
         node = read.done.lowest
         if node is read.trace.input:
             return Preparation(Kept(facts={"reach": node.name, "nodes": {}}))
@@ -90,7 +94,8 @@ class SeparateAndDecode:
         if seen.kept is None or seen.records is None:
             raise Withheld("separate-and-decode needs 'records' and what its prepare() kept")
         resources, facts = resources or Resources(), seen.kept.facts
-        read = Read(seen, rng, resources, reach=str(facts["reach"]))
+        enough = ENOUGH * math.prod(pictures(seen.record).shape)
+        read = Read(seen, rng, resources, reach=str(facts["reach"]), enough=enough)
         node, begin, notes = self._decoded(read, seen.kept)
         images, misfits = read.finish(begin, self.evaluations)
         chosen = read.begun.once(seen.records)
