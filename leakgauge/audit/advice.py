@@ -256,7 +256,9 @@ def defended(defence: str) -> str:
 
 
 OUTSIDE = "Outside this regime the exact method does not apply; other attacks may still work."
-NOISE = "noise of a thousandth of the update's root mean square"
+NOISE = (
+    "Noise of 3 % of the update's root mean square did not stop it where we measured, a tenth did."
+)
 
 
 def exposed(found: Exposure) -> str:
@@ -285,7 +287,7 @@ def way_out(found: Exposure) -> str:
     also = f" ({most})" if found.views != found.records else ""
     return (
         f"More than {_number(found.limit, 'record')} per update, batch size × local steps{also}, "
-        f"or {NOISE} leave this regime. {OUTSIDE}"
+        f"leave this regime. {NOISE} {OUTSIDE}"
     )
 
 
