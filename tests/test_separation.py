@@ -29,7 +29,7 @@ from leakgauge.attacks._peeling import Watch, _counted, _solved, _stands_out, pe
 from leakgauge.attacks._rays import rectified
 from leakgauge.attacks._separation import Separated, gradient_of, separable
 from leakgauge.attacks._span import common_maps, row_space, windows
-from leakgauge.attacks._steps import biases, silent, together
+from leakgauge.attacks._steps import _Passed, biases, passing, silent, together
 from leakgauge.attacks._trace import Trace
 from leakgauge.data.photos import photos
 from leakgauge.errors import NotApplicable
@@ -431,6 +431,25 @@ def test_a_wrong_mask_in_train_mode_is_put_right_and_no_other() -> None:
     assert solved[1] < 1e-5  # the residual
 
 
+def test_a_row_that_no_mask_explains_keeps_its_masks() -> None:
+    """What spoils a row may be something else: here its own gradient."""
+    one, found = one_step()
+    trace, gradient = one.trace(), dict(gradient_of(one.seen))
+    source = trace.named(found.source.name)
+    below = next(node for node in reversed(trace.nodes[: trace.nodes.index(source)])
+                 if trace.bent(node))  # fmt: skip
+    own = replace(found, layer=trace.named(found.layer.name), source=source,
+                  top=trace.named(found.top.name))  # fmt: skip
+    name = "layer4.0.conv1.weight"
+    gradient[name] = gradient[name].clone()
+    gradient[name][7] += normal(*gradient[name][7].shape) * gradient[name].std()
+    known, sure = {source: found.maps.clone()}, {source: torch.zeros_like(found.unsure)}
+    solved = _solved(Peeled(trace, gradient, own, known, sure), below)
+    assert solved is not None
+    assert solved[1] < 1e-5
+    assert torch.equal(known[source] > 0, found.maps > 0)
+
+
 def test_a_row_left_out_of_a_linear_layer_spoils_nothing() -> None:
     """Below linear layers, whose signals sum to anything, batch norm in train mode is peeled."""
     with torch.random.fork_rng(devices=[]):
@@ -801,6 +820,41 @@ def test_a_line_of_one_record_alone_is_not_that_of_zeros() -> None:
     shift, slope, _ = silent(y - 0.3 - 0.7 * u, u, 2)
     assert float(shift) == pytest.approx(0.3)
     assert float(slope) == pytest.approx(0.7)
+
+
+def few_zeros() -> tuple[Tensor, Tensor, Tensor]:
+    """û, signals of which five in sixty are zero, and what was sent, known to a hundredth."""
+    u, sent = normal(3, 60), 1 + normal(3, 60, seed=3).abs()
+    y = sent.clone()
+    y[:, 3:60:12] = 0.0
+    return u, y, sent * (1 + 0.01 * normal(3, 60, seed=4))
+
+
+def test_the_line_of_few_zeros_is_told_by_what_was_sent() -> None:
+    u, y, sent = few_zeros()
+    x = y - 0.3 - 0.7 * u
+    assert (silent(x, u, 4)[0] - 0.3).abs().min() > 0.1  # by its zeros alone it is not
+    shift, slope, far = passing(x, u, sent)
+    assert torch.allclose(shift, torch.full_like(shift, 0.3), atol=1e-9)
+    assert torch.allclose(slope, torch.full_like(slope, 0.7), atol=1e-9)
+    assert float(far.max()) < 1e-9
+    assert float(passing(sent - 0.3 - 0.7 * u, u, sent)[2].min()) == math.inf  # no zeros
+
+
+def test_only_lines_that_fit_nothing_are_found_anew() -> None:
+    u, y, sent = few_zeros()
+    shift, slope = torch.full((3, 1), 0.3).double(), torch.full((3, 1), 0.7).double()
+    shift[1] += 1.0
+    noise = normal(60, seed=9)
+    x = y - 0.3 - 0.7 * u
+    x[2] = noise  # neither line would fit
+    one = _Passed(x, u, shift.clone(), slope.clone(), torch.ones(3).double())
+    one.mend(sent)
+    assert torch.allclose(one.shift[:2], torch.full((2, 1), 0.3).double(), atol=1e-9)
+    assert float(one.shift[0]) == float(shift[0])
+    assert float(one.shift[2]) == float(shift[2])
+    assert float(one.far[1]) < 1e-9
+    assert one.far[[0, 2]].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("size", [20, 120])

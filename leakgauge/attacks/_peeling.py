@@ -219,8 +219,7 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
     if residual < ROUNDING and negative < NEGATIVE:
         for layer, lack in left.items():
             if spoilt[layer].any():
-                entered = done.entering(layer, node, value)
-                _correct(done, layer, lack.flatten(1), entered, spoilt[layer])
+                _correct(done, node, layer, value, lack, spoilt[layer])
     return value, residual, negative, joined is not None and not direct
 
 
@@ -294,35 +293,60 @@ def _few(rows: Tensor) -> Tensor:
     return rows if rows.double().mean() < 0.25 else torch.zeros_like(rows)
 
 
-def _correct(done: Peeled, layer: fx.Node, left: Tensor, seen: Tensor, spoilt: Tensor) -> None:
-    """Switch the entries of the ReLU above a layer whose windows are what its rows lack."""
+def _correct(
+    done: Peeled, node: fx.Node, layer: fx.Node, value: Tensor, lack: Tensor, spoilt: Tensor
+) -> None:
+    """Switch the entries of the ReLU above a layer whose windows are what its rows lack. The rows
+    are looked at again with every entry switched, as the weights of later steps follow from them
+    too; a row that is not explained in the end was spoilt by something else, and stays as it was.
+    """
     trace, known = done.trace, done.known
     above = trace.activation_above(layer)
     if above is None or above not in known or trace.kind[above] != "relu":
         return
-    views = windows(seen, trace.layer(layer))
+    views = windows(done.entering(layer, node, value), trace.layer(layer))
     if norm_behind(trace, layer) is not None:
         views = views.clone()
         for step, _ in done.steps:
             views[step] -= views[step].mean((0, 1))
     views = views.flatten(0, 1)  # (N·positions, inputs·k²)
     sizes = views.norm(dim=1).clamp_min(1e-30)
-    value = known[above].clone()
-    by_channel = value.flatten(2) if value.dim() > 2 else value[:, :, None]
-    positions = by_channel.shape[2]
-    small = by_channel < SMALL * value.max()  # a larger one is no zero
-    rows = done.observed(layer).flatten(1)
-    for row in spoilt.nonzero().flatten().tolist():
-        lack = left[row]
-        for _ in range(ROUNDS):
-            if lack.norm() < max(EXPLAINED * left[row].norm(), 1e-4 * rows[row].norm()):
-                break
-            fits = views @ lack / sizes * small[:, row].flatten()
-            best = int(fits.abs().argmax())
-            lack = lack - fits[best] / sizes[best] * views[best]
-            entry = (best // positions, row, best % positions)
-            by_channel[entry] = 0.0 if by_channel[entry] > 0 else 1e-9 * value.max()
-    known[above] = by_channel.view(value.shape)
+    was, begun, most = known[above], lack.flatten(1), float(known[above].max())
+    limits = (EXPLAINED * begun.norm(dim=1)).maximum(
+        1e-4 * done.observed(layer).flatten(1).norm(dim=1)
+    )
+    rows, left = spoilt.nonzero().flatten().tolist(), begun
+    for _ in range(ROUNDS):
+        rows = [row for row in rows if left[row].norm() > limits[row]]
+        if not rows:
+            break
+        known[above] = known[above].clone()
+        for row in rows:
+            entries = known[above][:, row]
+            small = (was[:, row] < SMALL * most).flatten()  # a larger one is no zero
+            best = int((views @ left[row] / sizes * small).abs().argmax())
+            entry = torch.unravel_index(torch.tensor(best), entries.shape)
+            entries[entry] = 0.0 if entries[entry] > 0 else 1e-9 * most
+        left = _lacking(done, node, layer, value, ~spoilt).flatten(1)
+    for row in rows:
+        if left[row].norm() > limits[row]:
+            known[above][:, row] = was[:, row]
+    _lacking(done, node, layer, value, ~spoilt)  # the path is that of the masks as they are now
+
+
+def _lacking(done: Peeled, node: fx.Node, at: fx.Node, value: Tensor, good: Tensor) -> Tensor:
+    """What a layer's weight gradient lacks with the masks that are known now, when `node` has this
+    value; the path learns the parts of each step in it."""
+    rows = next(rows for rows in signals_of(done, node) if rows.layer is at)
+    if rows.norm is None:
+        return _misfit(done, node, at, rows.signal, value)
+    system = System(done, node, rows)
+    system.good = good
+    for _ in range(done.start.path.steps):  # a step's weights follow from the parts before it
+        system.follow(node, value)
+    flat = value.reshape(len(value), -1, system.pixels)
+    system.sized(flat)
+    return system.lack(flat)
 
 
 def _misfit(done: Peeled, node: fx.Node, at: fx.Node, signal: Tensor, value: Tensor) -> Tensor:

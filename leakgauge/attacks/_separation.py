@@ -203,6 +203,8 @@ def read(
             found.order()
         found.times(found.amounts())
         maps, steps, at_top = found.maps, found.steps, found.behind_norm()
+        if len(steps) > 1:
+            at_top = found.behind_norm(_sent(trace, top, at_top, steps, path))
     else:
         steps = (torch.arange(records),)
         at_top = signals / _scale(trace, node, top)
@@ -305,11 +307,7 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor, slack: float) -> Tensor:
         above, signal = pool, gathered
     if trace.sources[trace.output] != frozenset({above}):
         raise NotApplicable("labels cannot be read through another non-linearity above it")
-    leaf = torch.zeros(1, *trace.shape[above], dtype=torch.float64, requires_grad=True)
-    with torch.enable_grad():
-        logits = trace.affine(trace.output, {above: leaf}, {})[0]
-    slopes = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in logits]
-    rows = torch.stack(slopes).flatten(1)
+    rows = _slopes(trace, above).flatten(1)
     errors = []
     for one in signal.flatten(1):
         # What the ReLU lets through is what the head sends, the rest is zero: each entry belongs to
@@ -329,6 +327,33 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor, slack: float) -> Tensor:
             )
         errors.append(error)
     return torch.stack(errors)
+
+
+def _slopes(trace: Trace, above: fx.Node) -> Tensor:
+    """Of each logit by what left the last non-linearity: (classes, …)."""
+    leaf = torch.zeros(1, *trace.shape[above], dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        logits = trace.affine(trace.output, {above: leaf}, {})[0]
+    return torch.cat([torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in logits])
+
+
+def _sent(
+    trace: Trace, top: fx.Node, signal: Tensor, steps: tuple[Tensor, ...], path: Path
+) -> Tensor | None:
+    """What comes to the last ReLU from the head, if these signals are about what it lets through;
+    None where another non-linearity is above. The head's weights are known about."""
+    (above,) = top.users
+    if trace.sources[trace.output] != frozenset({above}):
+        return None
+    found = torch.zeros_like(signal)
+    for step, weights in zip(steps, path.weights, strict=True):
+        with trace.holding(weights):
+            try:
+                errors = _errors(trace, top, signal[step], APPROXIMATE)
+            except NotApplicable:
+                return None
+            found[step] = torch.tensordot(errors, _slopes(trace, above), 1)
+    return found
 
 
 def _check(

@@ -23,6 +23,7 @@ from leakgauge.errors import NotApplicable
 from leakgauge.types import Named
 
 APPROXIMATE = 0.2  # share by which signals of several steps may fail to add up
+LINED = 0.05  # share by which they may miss both zero and what was sent
 
 
 def together(signals: Tensor, sizes: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -120,6 +121,19 @@ class _Passed:
     slope: Tensor
     far: Tensor  # how far from zero a quarter of the signals is, as a share of all (channels,)
 
+    def mend(self, sent: Tensor) -> None:
+        """Find the lines anew of channels whose signals are neither zero nor what was sent."""
+        wrong = _apart(self.x + self.shift + self.slope * self.normal, sent) > LINED
+        if not wrong.any():
+            return
+        x, u, sent = self.x[wrong], self.normal[wrong], sent[wrong]
+        shift, slope, far = passing(x, u, sent)
+        y = x + shift + slope * u
+        better = _apart(y, sent) < LINED
+        rows = wrong.nonzero()[:, 0][better]
+        self.shift[rows], self.slope[rows] = shift[better], slope[better]
+        self.far[rows] = (far / x.square().mean(1).sqrt().clamp_min(1e-30))[better]
+
 
 @dataclass
 class AtLayer:
@@ -206,12 +220,14 @@ class AtLayer:
                 break
         return found
 
-    def behind_norm(self) -> Tensor:
+    def behind_norm(self, sent: Tensor | None = None) -> Tensor:
         """The signals behind the batch norm that the layer's output enters, at the weights of each
         step, of which `path` learns the norm's.
 
         Over all steps n·a adds up to the gradient of the norm's bias and n·b to that of its weight,
         where they are told: with them the step with the fewest zeros in a channel needs none.
+        `sent` are the signals as they come to the ReLU above, about: in channels with too few zeros
+        for their line to be seen, what it lets through lies on them.
         """
         bias, gamma = (self.trace.told(self.norm, key, self.gradient) for key in ("bias", "weight"))
         channels, *places = self.signals.shape[1:]
@@ -220,6 +236,8 @@ class AtLayer:
         for number, step in enumerate(self.steps):
             with self.trace.holding(self.path.weights[number]):
                 passed.append(self._passed(step))
+            if sent is not None:
+                passed[-1].mend(sent[step].transpose(0, 1).flatten(1))
             slopes[number] = passed[-1].slope[:, 0] * passed[-1].x.shape[1]
             if gamma is not None:
                 self.path.learn(gamma, slopes)
@@ -258,6 +276,59 @@ class AtLayer:
         return _Passed(x, u / sigma, shift, slope, far)
 
 
+def _apart(y: Tensor, sent: Tensor) -> Tensor:
+    """How far nine in ten entries of each row are at the most from zero or what was sent, whichever
+    is nearer, as a share of what was sent."""
+    far = torch.minimum(y.abs(), (y - sent).abs())
+    size = sent.square().mean(1).sqrt().clamp_min(1e-30)
+    found: Tensor = far.kthvalue(max(1, far.shape[1] * 9 // 10), 1).values / size
+    return found
+
+
+def passing(x: Tensor, u: Tensor, sent: Tensor, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
+    """a and b of each row, so that every entry of x + a + b·u is zero or about what was sent: of
+    lines through two entries, each taken for either, the one with nine in ten entries nearest, then
+    that through its zeros; and how far from zero these are. A row with fewer than three zeros is
+    infinitely far."""
+    rng = torch.Generator().manual_seed(0)
+    best = torch.full((len(x),), torch.inf, dtype=x.dtype)
+    shift, slope = torch.zeros_like(x[:, :1]), torch.zeros_like(x[:, :1])
+    for _ in range(tries):
+        i, j = torch.randperm(x.shape[1], generator=rng)[:2].tolist()
+        apart = u[:, i] - u[:, j]
+        apart = apart.where(apart.abs() > 1e-9, torch.inf)
+        for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            left, right = x[:, i] - first * sent[:, i], x[:, j] - second * sent[:, j]
+            b = -((left - right) / apart)[:, None]
+            a = -left[:, None] - b * u[:, i : i + 1]
+            off = _apart(x + a + b * u, sent)
+            better = (off < best)[:, None]
+            best = torch.minimum(off, best)
+            shift, slope = a.where(better, shift), b.where(better, slope)
+    for _ in range(3):  # what was sent is known only about: its zeros make the line exact
+        y = x + shift + slope * u
+        zeros = y.abs() < (y - sent).abs()
+        enough = zeros.sum(1) > 2
+        a, b = _line(x, u, zeros)
+        shift, slope = a.where(enough[:, None], shift), b.where(enough[:, None], slope)
+    y = (x + shift + slope * u).where(zeros, 0.0)
+    far = y.square().sum(1).div(zeros.sum(1).clamp_min(1)).sqrt()
+    return shift, slope, far.where(enough, torch.inf)
+
+
+def _line(x: Tensor, u: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of each row, so that x + a + b·u is zero at these entries, by least squares."""
+    near = zeros.to(x)
+    count = near.sum(1, keepdim=True).clamp_min(1)
+    mean_u, mean_x = (
+        (near * u).sum(1, keepdim=True) / count,
+        (near * x).sum(1, keepdim=True) / count,
+    )
+    du, dx = near * (u - mean_u), near * (x - mean_x)
+    slope = -(du * dx).sum(1, keepdim=True) / du.square().sum(1, keepdim=True).clamp_min(1e-30)
+    return -mean_x - slope * mean_u, slope
+
+
 def silent(x: Tensor, u: Tensor, records: int, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
     """a and b of each row, so that as many entries of x + a + b·u as can be are zero: the line
     through two entries that has the nearest quarter of the others nearest, then through those; and
@@ -283,12 +354,5 @@ def silent(x: Tensor, u: Tensor, records: int, tries: int = 150) -> tuple[Tensor
             off = torch.maximum(off, each.kthvalue(2, 1, keepdim=True).values)
         better = off < best
         best, shift, slope = (n.where(better, o) for n, o in ((off, best), (a, shift), (b, slope)))
-    near = ((x + shift + slope * u).abs() <= 3 * best).to(x)
-    count = near.sum(1, keepdim=True)
-    mean_u, mean_x = (
-        (near * u).sum(1, keepdim=True) / count,
-        (near * x).sum(1, keepdim=True) / count,
-    )
-    du, dx = near * (u - mean_u), near * (x - mean_x)
-    slope = -(du * dx).sum(1, keepdim=True) / du.square().sum(1, keepdim=True).clamp_min(1e-30)
-    return -mean_x - slope * mean_u, slope, best[:, 0]
+    shift, slope = _line(x, u, (x + shift + slope * u).abs() <= 3 * best)
+    return shift, slope, best[:, 0]
