@@ -26,8 +26,8 @@ from leakgauge.attacks._known import Peeled, signals_of
 from leakgauge.attacks._linear import most, smallest, supports
 from leakgauge.attacks._path import Path
 from leakgauge.attacks._peeling import Watch, _counted, _solved, _stands_out, peel
-from leakgauge.attacks._rays import rectified
-from leakgauge.attacks._separation import Separated, gradient_of, separable
+from leakgauge.attacks._rays import _polished, rectified
+from leakgauge.attacks._separation import Separated, _check, gradient_of, separable
 from leakgauge.attacks._span import common_maps, row_space, windows
 from leakgauge.attacks._steps import _Passed, biases, passing, silent, together
 from leakgauge.attacks._trace import Trace
@@ -918,3 +918,25 @@ def test_one_appearance_of_each_where_steps_are_not_told_apart() -> None:
     )
     chosen = twice.once(4)
     assert sorted((chosen % 4).tolist()) == [0, 1, 2, 3]
+
+
+def test_a_map_with_a_negative_entry_is_no_map() -> None:
+    """It may be small beside the whole span, and is not beside the map's own largest entry."""
+    ray, other = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    ray[:100], ray[100] = 0.1, -0.002
+    other[100:] = normal(200).abs()
+    span = torch.linalg.qr(torch.stack([ray, other], 1)).Q
+    start = span.T @ ray
+    _, error = _polished(span, torch.ones(300, dtype=torch.bool), start, 1e-6)
+    assert error == pytest.approx(0.02, rel=0.1)
+
+
+def test_errors_below_zero_are_those_of_a_mixture() -> None:
+    one, found = one_step()
+    errors = torch.zeros(1, 10, dtype=torch.float64)
+    errors[0, :3] = torch.tensor([-1.0, 0.6, 0.4])  # of a softmax
+    label = torch.tensor([0])
+    _check(one.trace(), None, found.maps, found.top, errors, label, 0.1)
+    errors[0, 1:3] = torch.tensor([1.5, -0.5])  # the same sum
+    with pytest.raises(NotApplicable, match="mixtures of records"):
+        _check(one.trace(), None, found.maps, found.top, errors, label, 0.1)
