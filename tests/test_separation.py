@@ -27,7 +27,7 @@ from leakgauge.attacks._linear import most, smallest, supports
 from leakgauge.attacks._path import Path
 from leakgauge.attacks._peeling import Watch, _counted, _solved, _stands_out, peel
 from leakgauge.attacks._rays import _polished, rectified
-from leakgauge.attacks._separation import Separated, _check, gradient_of, separable
+from leakgauge.attacks._separation import Separated, _check, _learn_head, gradient_of, separable
 from leakgauge.attacks._span import common_maps, row_space, windows
 from leakgauge.attacks._steps import _Passed, biases, passing, silent, together
 from leakgauge.attacks._trace import Trace
@@ -823,38 +823,69 @@ def test_a_line_of_one_record_alone_is_not_that_of_zeros() -> None:
 
 
 def few_zeros() -> tuple[Tensor, Tensor, Tensor]:
-    """û, signals of which five in sixty are zero, and what was sent, known to a hundredth."""
+    """û, signals of four records, five in sixty of them zero, and what was sent to each record, of
+    which only its factor is wrong."""
     u, sent = normal(3, 60), 1 + normal(3, 60, seed=3).abs()
     y = sent.clone()
     y[:, 3:60:12] = 0.0
-    return u, y, sent * (1 + 0.01 * normal(3, 60, seed=4))
+    return u, y, sent * torch.tensor([0.8, 1.3, 0.9, 1.1]).double().repeat_interleave(15)
 
 
 def test_the_line_of_few_zeros_is_told_by_what_was_sent() -> None:
     u, y, sent = few_zeros()
     x = y - 0.3 - 0.7 * u
     assert (silent(x, u, 4)[0] - 0.3).abs().min() > 0.1  # by its zeros alone it is not
-    shift, slope, far = passing(x, u, sent)
+    shift, slope, far = passing(x, u, sent, 4)
     assert torch.allclose(shift, torch.full_like(shift, 0.3), atol=1e-9)
     assert torch.allclose(slope, torch.full_like(slope, 0.7), atol=1e-9)
     assert float(far.max()) < 1e-9
-    assert float(passing(sent - 0.3 - 0.7 * u, u, sent)[2].min()) == math.inf  # no zeros
+    y[:, 3:60:12] = sent[:, 3:60:12]
+    assert float(passing(sent - 0.3 - 0.7 * u, u, sent, 4)[2].min()) == math.inf  # no zeros
 
 
 def test_only_lines_that_fit_nothing_are_found_anew() -> None:
     u, y, sent = few_zeros()
     shift, slope = torch.full((3, 1), 0.3).double(), torch.full((3, 1), 0.7).double()
     shift[1] += 1.0
-    noise = normal(60, seed=9)
     x = y - 0.3 - 0.7 * u
-    x[2] = noise  # neither line would fit
+    x[2] = normal(60, seed=9)  # no line would fit
     one = _Passed(x, u, shift.clone(), slope.clone(), torch.ones(3).double())
-    one.mend(sent)
+    one.mend(sent, 4)
     assert torch.allclose(one.shift[:2], torch.full((2, 1), 0.3).double(), atol=1e-9)
     assert float(one.shift[0]) == float(shift[0])
     assert float(one.shift[2]) == float(shift[2])
     assert float(one.far[1]) < 1e-9
     assert one.far[[0, 2]].tolist() == [1.0, 1.0]
+
+
+def test_lines_against_what_was_sent_are_not_found() -> None:
+    """Where a record's entries are all active and another's all zero, two lines fit: the one by
+    which records got what was sent counts."""
+    u = normal(1, 20)
+    y = torch.zeros(1, 20, dtype=torch.float64)
+    y[0, :10] = 2.0
+    sent = torch.ones(1, 20, dtype=torch.float64)
+    shift, slope, _ = passing(y - 0.3 - 0.7 * u, u, sent, 2)
+    assert float(shift) == pytest.approx(0.3)
+    assert float(slope) == pytest.approx(0.7)
+
+
+def test_the_head_of_later_steps_follows_from_the_errors() -> None:
+    """Where all records have the same features, what each step added is exact."""
+    one = client(resnet(), 6, batch_size=3, steps=2, **SETTINGS)
+    trace = one.trace()
+    errors = normal(6, 10).softmax(1)
+    errors[torch.arange(6), torch.arange(6)] -= 1
+    features = normal(1, 256, seed=1).abs().expand(6, -1)
+    steps = (torch.arange(3), torch.arange(3, 6))
+    gradient = {"fc.weight": errors.T @ features, "fc.bias": errors.sum(0)}
+    path = Path(trace.parameters(), gradient, one.seen.training, 2)
+    wanted = Path(trace.parameters(), gradient, one.seen.training, 2)
+    wanted.learn("fc.weight", torch.stack([errors[s].T @ features[s] for s in steps]))
+    wanted.learn("fc.bias", torch.stack([errors[s].sum(0) for s in steps]))
+    _learn_head(trace, errors, steps, path)
+    for name in gradient:
+        assert torch.allclose(path.weights[1][name], wanted.weights[1][name], atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [20, 120])

@@ -14,6 +14,7 @@ docs/methods/separation.md has the algebra.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,8 @@ from leakgauge.types import LocalTraining, Named, Observation
 WHO = "the exact separation"
 MISFIT = 1e-2  # share by which what was found may fail to explain what it should
 SLACK = 20  # times as much as the span of the maps is rough
+OWN = 0.1  # variance of features between records, as a share of their squared mean
+HEAD_ROUNDS = 4  # times that errors are read, at weights of the head that follow from the last
 ASSIGNED = 20  # times that entries of a signal are told active or not, at most
 
 
@@ -223,16 +226,51 @@ def slack_of(sizes: tuple[int, ...], rough: float) -> float:
 
 def _labelled(trace: Trace, found: Separated) -> Separated:
     """What was found with the labels that the signals tell at the head; refuses mixtures."""
-    top, slack = found.top, slack_of(found.sizes, found.rough)
-    classes = trace.shape[trace.output].numel()
-    errors = torch.zeros(len(found.maps), classes, dtype=found.signal.dtype)
-    for step, weights in zip(found.steps, found.path.weights, strict=True):
-        with trace.holding(weights):
-            errors[step] = _errors(trace, top, found.signal[step], slack)
+    slack = slack_of(found.sizes, found.rough)
+    errors = _all_errors(trace, found.top, found.signal, found.steps, found.path, slack)
     labels = errors.argmin(1)
     exact = len(found.sizes) == 1
-    _check(trace, found.source if exact else None, found.maps, top, errors, labels, slack)
+    _check(trace, found.source if exact else None, found.maps, found.top, errors, labels, slack)
     return replace(found, labels=labels)
+
+
+def _all_errors(
+    trace: Trace,
+    top: fx.Node,
+    signal: Tensor,
+    steps: tuple[Tensor, ...],
+    path: Path,
+    slack: float,
+) -> Tensor:
+    """The errors at the logits of all records, at the weights that the head had in the step of
+    each. In several steps these follow from the errors, which in turn follow from them."""
+    errors = signal.new_zeros(len(signal), trace.shape[trace.output].numel())
+    for left in reversed(range(HEAD_ROUNDS if len(steps) > 1 else 1)):
+        for step, weights in zip(steps, path.weights, strict=True):
+            with trace.holding(weights):
+                # Of a head that is known about, signals are only about what it sends.
+                errors[step] = _errors(trace, top, signal[step], math.inf if left else slack)
+        if left:
+            _learn_head(trace, errors, steps, path)
+    return errors
+
+
+def _learn_head(trace: Trace, errors: Tensor, steps: tuple[Tensor, ...], path: Path) -> None:
+    """Tell the path about what each step added to the gradient of the head, Σ_n e_n f_nᵀ. Of the
+    features f only the sum is known: they are taken to differ as little as they can."""
+    head = trace.output
+    if trace.kind[head] != "layer":
+        return
+    name = trace.told(head, "weight", path.gradient)
+    if name is not None:
+        whole = path.gradient[name]
+        alike = OWN * torch.eye(len(errors)).to(errors) + 1  # covariance between records
+        inverse = torch.linalg.pinv(errors.T @ alike @ errors, rtol=1e-9)
+        features = alike @ errors @ inverse @ whole
+        path.learn(name, torch.stack([errors[step].T @ features[step] for step in steps]))
+    name = trace.told(head, "bias", path.gradient)
+    if name is not None:
+        path.learn(name, torch.stack([errors[step].sum(0) for step in steps]))
 
 
 def _times(values: Tensor, amounts: Tensor) -> Tensor:
@@ -340,19 +378,16 @@ def _slopes(trace: Trace, above: fx.Node) -> Tensor:
 def _sent(
     trace: Trace, top: fx.Node, signal: Tensor, steps: tuple[Tensor, ...], path: Path
 ) -> Tensor | None:
-    """What comes to the last ReLU from the head, if these signals are about what it lets through;
-    None where another non-linearity is above. The head's weights are known about."""
+    """What comes to the last ReLU from the head, about, if these signals are about what it lets
+    through; None where another non-linearity is above."""
     (above,) = top.users
     if trace.sources[trace.output] != frozenset({above}):
         return None
+    errors = _all_errors(trace, top, signal, steps, path, math.inf)
     found = torch.zeros_like(signal)
     for step, weights in zip(steps, path.weights, strict=True):
         with trace.holding(weights):
-            try:
-                errors = _errors(trace, top, signal[step], APPROXIMATE)
-            except NotApplicable:
-                return None
-            found[step] = torch.tensordot(errors, _slopes(trace, above), 1)
+            found[step] = torch.tensordot(errors[step], _slopes(trace, above), 1)
     return found
 
 

@@ -23,7 +23,8 @@ from leakgauge.errors import NotApplicable
 from leakgauge.types import Named
 
 APPROXIMATE = 0.2  # share by which signals of several steps may fail to add up
-LINED = 0.05  # share by which they may miss both zero and what was sent
+LINED = 1e-3  # share by which they may miss both zero and what was sent
+ALIKE = 3.0  # factor by which what was sent may be known wrongly
 
 
 def together(signals: Tensor, sizes: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -121,15 +122,14 @@ class _Passed:
     slope: Tensor
     far: Tensor  # how far from zero a quarter of the signals is, as a share of all (channels,)
 
-    def mend(self, sent: Tensor) -> None:
+    def mend(self, sent: Tensor, records: int) -> None:
         """Find the lines anew of channels whose signals are neither zero nor what was sent."""
-        wrong = _apart(self.x + self.shift + self.slope * self.normal, sent) > LINED
+        wrong = _apart(self.x + self.shift + self.slope * self.normal, sent, records)[0] > LINED
         if not wrong.any():
             return
         x, u, sent = self.x[wrong], self.normal[wrong], sent[wrong]
-        shift, slope, far = passing(x, u, sent)
-        y = x + shift + slope * u
-        better = _apart(y, sent) < LINED
+        shift, slope, far = passing(x, u, sent, records)
+        better = _apart(x + shift + slope * u, sent, records)[0] < LINED
         rows = wrong.nonzero()[:, 0][better]
         self.shift[rows], self.slope[rows] = shift[better], slope[better]
         self.far[rows] = (far / x.square().mean(1).sqrt().clamp_min(1e-30))[better]
@@ -237,7 +237,7 @@ class AtLayer:
             with self.trace.holding(self.path.weights[number]):
                 passed.append(self._passed(step))
             if sent is not None:
-                passed[-1].mend(sent[step].transpose(0, 1).flatten(1))
+                passed[-1].mend(sent[step].transpose(0, 1).flatten(1), len(step))
             slopes[number] = passed[-1].slope[:, 0] * passed[-1].x.shape[1]
             if gamma is not None:
                 self.path.learn(gamma, slopes)
@@ -276,44 +276,55 @@ class AtLayer:
         return _Passed(x, u / sigma, shift, slope, far)
 
 
-def _apart(y: Tensor, sent: Tensor) -> Tensor:
-    """How far nine in ten entries of each row are at the most from zero or what was sent, whichever
-    is nearer, as a share of what was sent."""
-    far = torch.minimum(y.abs(), (y - sent).abs())
-    size = sent.square().mean(1).sqrt().clamp_min(1e-30)
-    found: Tensor = far.kthvalue(max(1, far.shape[1] * 9 // 10), 1).values / size
-    return found
+def _apart(y: Tensor, sent: Tensor, records: int) -> tuple[Tensor, Tensor]:
+    """How far the entries of each row that are not zero are at the most from what was sent, as a
+    share of their size; and which are zero. What was sent to a record is known up to a factor; all
+    records together must have got about that."""
+    size = y.square().mean(1).sqrt().clamp_min(1e-30)
+    alike = (y * sent).sum(1) / sent.square().where(y.abs() > LINED * size[:, None], 0.0).sum(1)
+    y, sent = (one.view(len(one), records, -1) for one in (y, sent))
+    zeros = y.abs() <= LINED * size[:, None, None]
+    ratio = (y / sent.where(sent != 0, torch.inf)).where(~zeros, torch.nan)
+    factor = ratio.nanmedian(2, keepdim=True).values.nan_to_num(0.0)
+    far = (y - factor * sent).abs().where(~zeros, 0.0).flatten(1).max(1).values / size
+    return far.where((alike > 1 / ALIKE) & (alike < ALIKE), torch.inf), zeros.flatten(1)
 
 
-def passing(x: Tensor, u: Tensor, sent: Tensor, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
-    """a and b of each row, so that every entry of x + a + b·u is zero or about what was sent: of
-    lines through two entries, each taken for either, the one with nine in ten entries nearest, then
-    that through its zeros; and how far from zero these are. A row with fewer than three zeros is
-    infinitely far."""
+def passing(
+    x: Tensor, u: Tensor, sent: Tensor, records: int, tries: int = 300
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a and b of each row, so that every entry of x + a + b·u is zero or what was sent, which is
+    known up to a factor per record; and how far from zero its zeros are. A row with fewer than
+    three zeros is infinitely far.
+
+    Two entries i, j of one record that both passed, or neither, have y_i·sent_j = y_j·sent_i, and
+    a third one, k, is taken for a zero: two equations for a and b. Of many such, those count that
+    leave all entries at one or the other, and their zeros make the line exact.
+    """
     rng = torch.Generator().manual_seed(0)
-    best = torch.full((len(x),), torch.inf, dtype=x.dtype)
-    shift, slope = torch.zeros_like(x[:, :1]), torch.zeros_like(x[:, :1])
-    for _ in range(tries):
-        i, j = torch.randperm(x.shape[1], generator=rng)[:2].tolist()
-        apart = u[:, i] - u[:, j]
-        apart = apart.where(apart.abs() > 1e-9, torch.inf)
-        for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            left, right = x[:, i] - first * sent[:, i], x[:, j] - second * sent[:, j]
-            b = -((left - right) / apart)[:, None]
-            a = -left[:, None] - b * u[:, i : i + 1]
-            off = _apart(x + a + b * u, sent)
-            better = (off < best)[:, None]
-            best = torch.minimum(off, best)
-            shift, slope = a.where(better, shift), b.where(better, slope)
-    for _ in range(3):  # what was sent is known only about: its zeros make the line exact
-        y = x + shift + slope * u
-        zeros = y.abs() < (y - sent).abs()
-        enough = zeros.sum(1) > 2
-        a, b = _line(x, u, zeros)
-        shift, slope = a.where(enough[:, None], shift), b.where(enough[:, None], slope)
+    positions = x.shape[1] // records
+    best = torch.full((len(x), 1), torch.inf, dtype=x.dtype)
+    shift, slope = torch.zeros_like(best), torch.zeros_like(best)
+    for _ in range(tries if positions > 1 else 0):
+        i, j = torch.randperm(positions, generator=rng)[:2].tolist()
+        record, k = (int(torch.randint(n, (), generator=rng)) for n in (records, x.shape[1]))
+        i, j = (record * positions + one for one in (i, j))
+        (x_i, x_j, x_k), (u_i, u_j, u_k) = ((v[:, i], v[:, j], v[:, k]) for v in (x, u))
+        even = sent[:, j] - sent[:, i]
+        left = u_i * sent[:, j] - u_j * sent[:, i] - even * u_k
+        right = x_j * sent[:, i] - x_i * sent[:, j] + even * x_k
+        b = (right / left.where(left.abs() > 1e-30, torch.inf))[:, None]
+        a = -x_k[:, None] - b * u_k[:, None]
+        off = _apart(x + a + b * u, sent, records)[0][:, None]
+        better = off < best
+        best, shift, slope = (n.where(better, o) for n, o in ((off, best), (a, shift), (b, slope)))
+    _, zeros = _apart(x + shift + slope * u, sent, records)
+    enough = zeros.sum(1, keepdim=True) > 2
+    a, b = _line(x, u, zeros)
+    shift, slope = a.where(enough, shift), b.where(enough, slope)
     y = (x + shift + slope * u).where(zeros, 0.0)
     far = y.square().sum(1).div(zeros.sum(1).clamp_min(1)).sqrt()
-    return shift, slope, far.where(enough, torch.inf)
+    return shift, slope, far.where(enough[:, 0], torch.inf)
 
 
 def _line(x: Tensor, u: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
