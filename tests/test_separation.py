@@ -971,3 +971,15 @@ def test_errors_below_zero_are_those_of_a_mixture() -> None:
     errors[0, 1:3] = torch.tensor([1.5, -0.5])  # the same sum
     with pytest.raises(NotApplicable, match="mixtures of records"):
         _check(one.trace(), None, found.maps, found.top, errors, label, 0.1)
+
+
+def test_the_time_that_is_left_counts_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("leakgauge.attacks._peeling.time.monotonic", lambda: now)
+    watch = Watch(Resources(seconds=10), 1)
+    now = 1009.0
+    assert watch.open()
+    assert not watch.notes
+    now = 1011.0
+    assert not watch.open()
+    assert watch.notes == ["stopped by the time budget of 10 s"]
