@@ -406,3 +406,14 @@ def test_time_runs_out() -> None:
     assert any("time budget of 0 s" in note for note in guess.notes)
     assert guess.stopped == "time"
     assert guess.inputs.shape == truth.inputs.shape
+
+
+def test_noise_does_not_stop_the_peeling_at_once() -> None:
+    """Rows of small signals, which noise drowns, count less than those that it does not."""
+    seen, _ = federated("resnet-10", 1, width=0.5)
+    rng = seeded(9)
+    whole = torch.cat([value.flatten() for value in seen.update.values()])
+    size = 1e-5 * float(whole.square().mean().sqrt())
+    moved = {n: v + size * torch.randn(v.shape, generator=rng) for n, v in seen.update.items()}
+    done = Read(replace(seen, update=moved), seeded(), Resources()).done
+    assert "layer2_0_act2" in [node.name for node in done.known]

@@ -983,3 +983,29 @@ def test_the_time_that_is_left_counts_from_the_start(monkeypatch: pytest.MonkeyP
     now = 1011.0
     assert not watch.open()
     assert watch.notes == ["stopped by the time budget of 10 s"]
+
+
+def test_a_wrong_row_of_small_signals_is_noticed() -> None:
+    """It hardly shows in the residual of all rows."""
+    one, found = one_step()
+    trace, gradient = one.trace(), dict(gradient_of(one.seen))
+    source = trace.named(found.source.name)
+    below = next(node for node in reversed(trace.nodes[: trace.nodes.index(source)])
+                 if trace.bent(node))  # fmt: skip
+    own = replace(found, layer=trace.named(found.layer.name), source=source,
+                  top=trace.named(found.top.name))  # fmt: skip
+    name = "layer4.0.conv1.weight"
+    whole = gradient[name]
+    spoilt = normal(*whole[7].shape)
+    spoilt *= 2e-5 * whole.norm() / spoilt.norm()  # below the residual of rounding
+    gradient[name] = whole.clone()
+    gradient[name][7] += spoilt
+
+    def solved(gradient: Named) -> Tensor:
+        known, sure = {source: found.maps.clone()}, {source: torch.zeros_like(found.unsure)}
+        made = _solved(Peeled(trace, gradient, own, known, sure), below)
+        assert made is not None
+        return made[0]
+
+    right = solved(gradient | {name: whole})
+    assert float((solved(gradient) - right).norm() / right.norm()) < 1e-6

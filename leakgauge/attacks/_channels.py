@@ -24,6 +24,7 @@ from leakgauge.attacks._span import windows
 from leakgauge.attacks._steps import usual_energy
 from leakgauge.errors import NotApplicable
 
+NOISY = 1e-5  # roughness of the separated maps from which on noise outweighs rounding
 RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
 NORM_ROUNDS = 150  # times that a batch norm's statistics follow from what was solved with them
 NORM_SOLVED = 1e-7  # by how much they may still move at the end
@@ -136,9 +137,12 @@ class System:
 
     def equations(self, channels: int) -> tuple[Tensor, Tensor]:
         """The normal matrix (N·pixels)², and the right side for every channel."""
-        # Every row counts alike: its signals are brought to one size.
-        weight = self.at_layer.flatten(1).norm(dim=1)
-        keep = self.good & (weight > 1e-9 * weight.max())
+        # Rounding goes with the size of a row, so that every row counts alike: its signals are
+        # brought to one size. Noise does not: what it drowns counts less.
+        size = self.at_layer.flatten(1).norm(dim=1)
+        keep = self.good & (size > 1e-9 * size.max())
+        noise = (self.done.start.rough / NOISY) ** 2 * size.square().mean().sqrt()
+        weight = size.hypot(noise)
         signal = self.at_layer[keep] / weight[keep, None, None]
         target = self.target[keep] / weight[keep, None, None]
         right = signal.new_zeros(signal.shape[1] * self.pixels, channels)

@@ -53,6 +53,7 @@ ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
 SILENT = 1e-4  # a pool's entries below this share of the largest are zeros: it has few to judge by
 ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the first
 ROUNDING = 3e-5  # a residual below this is float32's
+NOTICED = 1e-4  # and what a row lacks is so below this share of it
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
 TRIES = 8  # such times where one factor solves a layer for all channels
@@ -208,11 +209,12 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
             ]
             value, residual = solve(equations, value)
             left = {r.layer: _misfit(done, node, r.layer, r.signal, value) for r in every}
-        if residual < ROUNDING:
-            break
         before = sum(int(rows.sum()) for rows in spoilt.values())
         for layer, lack in left.items():
-            spoilt[layer] = _few(spoilt[layer] | _stands_out(lack, good[layer]))
+            out = _stands_out(lack, good[layer])
+            if residual < ROUNDING:  # a row of small signals can be wrong and hardly be seen in it
+                out &= _share(lack, done.observed(layer)) > NOTICED
+            spoilt[layer] = _few(spoilt[layer] | out)
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
     negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
@@ -288,6 +290,12 @@ def _stands_out(lack: Tensor, good: Tensor) -> Tensor:
     return found
 
 
+def _share(lack: Tensor, whole: Tensor) -> Tensor:
+    """What each row lacks, as a share of it."""
+    found: Tensor = lack.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1).clamp_min(1e-30)
+    return found
+
+
 def _few(rows: Tensor) -> Tensor:
     """These rows, or none if they are so many that leaving them out would leave too little."""
     return rows if rows.double().mean() < 0.25 else torch.zeros_like(rows)
@@ -313,7 +321,7 @@ def _correct(
     sizes = views.norm(dim=1).clamp_min(1e-30)
     was, begun, most = known[above], lack.flatten(1), float(known[above].max())
     limits = (EXPLAINED * begun.norm(dim=1)).maximum(
-        1e-4 * done.observed(layer).flatten(1).norm(dim=1)
+        NOTICED * done.observed(layer).flatten(1).norm(dim=1)
     )
     rows, left = spoilt.nonzero().flatten().tolist(), begun
     for _ in range(ROUNDS):
