@@ -4,9 +4,10 @@
    several local steps: every record's activations at some inner ReLU, to a few millionths.
 2. *Decode*. Public images, run through the observed model, have such activations too: a small
    decoder is fitted to lead back from them. That is done before the update is read, once for each
-   model. Where it must read from is found by a rehearsal: the attack on an update that public
-   images cause. A second one reads from where records are told apart: an update that noise or
-   rounding made rough is read no further.
+   model. Where it can read from is found by a rehearsal, the attack on an update that public images
+   cause: it is the first node with enough activations, which most updates reach. A second one reads
+   from where records are told apart: an update that noise or rounding made rough is read no
+   further.
 3. *Finish*. From the decoder's images the search for the images whose activations, in the batches
    and with the weights of their own steps, are those that were read. Where a client took several
    steps, they are searched in turn: with the images of one its training is replayed, which gives
@@ -75,9 +76,11 @@ class SeparateAndDecode:
         seen = Observation(target.setting, rehearsed.update, training, target.records)
         enough = ENOUGH * math.prod(record.shape)
         read = Read(seen, rng, replace(resources, progress=None), enough=enough)
-        node = read.done.lowest
-        if node is read.trace.input:
-            return Preparation(Kept(facts={"reach": node.name, "nodes": {}}))
+        if read.done.lowest is read.trace.input:
+            return Preparation(Kept(facts={"reach": read.trace.input.name, "nodes": {}}))
+        # Another update may be read less far: what it reads from is the first node with enough.
+        wide = [n for n in read.done.known if read.trace.shape[n].numel() >= enough]
+        node = wide[0] if wide else read.done.lowest
         size = min(training.batch_size, target.records)
         nodes = list(dict.fromkeys([node.name, read.begun.source.name]))
         options = Fit(steps=self.steps, images=self.images)
