@@ -31,6 +31,7 @@ from leakgauge.attacks._separation import Separated, _check, _learn_head, gradie
 from leakgauge.attacks._span import common_maps, row_space, windows
 from leakgauge.attacks._steps import _Passed, biases, passing, silent, together
 from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.separate_and_decode import SeparateAndDecode
 from leakgauge.data.photos import photos
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
@@ -40,10 +41,12 @@ from leakgauge.records import Scale
 from leakgauge.threat import observe
 from leakgauge.types import (
     Batch,
+    Kept,
     LocalTraining,
     Named,
     Observation,
     Resources,
+    Target,
     ThreatModel,
 )
 
@@ -1009,3 +1012,21 @@ def test_a_wrong_row_of_small_signals_is_noticed() -> None:
 
     right = solved(gradient | {name: whole})
     assert float((solved(gradient) - right).norm() / right.norm()) < 1e-6
+
+
+def test_decoders_read_from_the_first_node_with_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal goes further down, which another update may not."""
+    read: list[str] = []
+
+    def fit(trace: Trace, nodes: list[str], *given: Any, **options: Any) -> Kept:
+        read.extend(nodes)
+        return Kept(facts={})
+
+    monkeypatch.setattr("leakgauge.attacks.separate_and_decode.fit", fit)
+    monkeypatch.setattr("leakgauge.attacks.separate_and_decode.ENOUGH", 1)
+    one = client(resnet(width=0.25), 2)
+    aim = Target(one.seen.setting, one.seen.training, 2, public=photos(size=32))
+    made = SeparateAndDecode().prepare(aim, seeded())
+    assert read == ["layer3_0_act2", "layer4_0_act1"]  # of 64 × 8 × 8 values, then of fewer
+    assert made.kept is not None
+    assert made.kept.facts["reach"] == "layer3_0_act2"

@@ -45,7 +45,8 @@ from leakgauge.types import Named, Resources
 
 NEGATIVE = 1e-3  # a peeled ReLU output may be negative by this share of its largest entry
 RESIDUAL = 1e-4  # and its equations unsatisfied by this share
-ROUGH = 0.03  # both for several steps by gradients alone: all but the first had other weights
+STEPPED = 3e-3  # both for several steps by gradients alone: all but the first had other weights
+ROUGH = 0.03  # both for noise, at the most
 NOISE = 3  # times the roughness of the separated maps that equations may be unsatisfied by
 SPARE = 1.02  # times as many equations as unknowns that solve a layer by its gradients alone
 SPARE_FORWARD = 1.5  # where the activations above could give more equations
@@ -154,10 +155,10 @@ def _down(done: Peeled, watch: Watch, reach: str) -> None:
 def _limits(start: Separated, joined: bool) -> tuple[float, float]:
     """By how much the equations of a node may be unsatisfied, and a ReLU's output negative. Noise
     in the update is in its equations too."""
+    least = min(NOISE * start.rough, ROUGH)
     if len(start.steps) > 1 and not joined:
-        return ROUGH, ROUGH
-    noise = min(NOISE * start.rough, ROUGH)
-    return max(RESIDUAL, noise), max(NEGATIVE, noise)
+        least = max(least, STEPPED)
+    return max(RESIDUAL, least), max(NEGATIVE, least)
 
 
 def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | None:
