@@ -1,14 +1,15 @@
-"""Five limits of separation and peeling, checked on draws that are in no other table.
+"""Six limits of separation and peeling, checked on draws that are in no other table.
 
     python benchmarks/separation_limits.py layers     do several layers together raise the limit?
     python benchmarks/separation_limits.py forward    do forward equations carry on in train mode?
     python benchmarks/separation_limits.py joined     and how many equations does that take?
     python benchmarks/separation_limits.py steps      and after several steps?
     python benchmarks/separation_limits.py pools      does what is known tell the places of maxima?
+    python benchmarks/separation_limits.py linear     how much noise do linear layers stand?
 
 ResNet-10 of full width (joined and steps: of half), batch norm in train mode; for pools one
 convolution of 32 to 128 channels, a ReLU and a max-pool on 8 × 8 maps of four images. Images from
-the folder named by LEAKGAUGE_DATA.
+the folder named by LEAKGAUGE_DATA; for linear the digits that come with scikit-learn, four records.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import argparse
 import itertools
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from board import images, tuned
-from exact import SCALE, TRAINING, network
+from exact import SCALE, TRAINING, Noise, network
 from separation import MOVING, Truth, after_scale, paired
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from leakgauge import threat
+from leakgauge import data, models, threat
+from leakgauge.attacks import separable
 from leakgauge.attacks._channels import System
 from leakgauge.attacks._known import signals_of
 from leakgauge.attacks._linear import Equation, solve
@@ -35,7 +38,7 @@ from leakgauge.attacks._separation import gradient_of
 from leakgauge.attacks.exact_recursion import Read
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, simulate
-from leakgauge.types import Batch, Dataset, Observation, Resources, ThreatModel
+from leakgauge.types import Batch, Dataset, LocalTraining, Observation, Resources, ThreatModel
 
 LAST = 9000  # training images from here on are the clients' of this script
 
@@ -205,8 +208,28 @@ def pools(rounds: int = 30) -> None:
         at = F.max_pool2d(out, 2, return_indices=True)[1]
 
 
+def linear(draws: int = 5) -> None:
+    """How often the records are told apart with all labels right, under noise."""
+    print("| network | noise | told apart, labels right |\n|---|---|---|")
+    training = LocalTraining(batch_size=4)
+    for name, share in itertools.product(("mlp", "cnn"), (0.01, 0.03, 0.1, 0.3, 1.0)):
+        right = 0
+        for run in range(draws):
+            rng = torch.Generator().manual_seed(run)
+            make = partial(models.make, name, shape=(1, 8, 8), classes=10, rng=rng)
+            scenario = Scenario(make, data.load("digits"), training, defence=Noise(share))
+            round_ = simulate(scenario, rng)
+            try:
+                found = separable(threat.observe(round_, ThreatModel()), rng).labels
+            except NotApplicable:
+                continue
+            right += sorted(found.tolist()) == sorted(round_.truths[0].labels.tolist())
+        print(f"| {name} | {share:g} | {right} of {draws} |", flush=True)
+
+
 CHECKS = {
     "layers": layers, "forward": forward, "joined": joined, "steps": steps, "pools": pools,
+    "linear": linear,
 }  # fmt: skip
 
 

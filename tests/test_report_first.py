@@ -372,8 +372,8 @@ def test_what_would_change_is_counted_in_records_of_a_round():
     one = Exposure(8, 16, 4, True, 31, "conv", layers, "")
     assert advice.way_out(one) == (
         "More than 31 records per update, batch size × local steps (15 records in a round like "
-        "this), leave this regime. Noise of 1 % of the update's root mean square did not stop it "
-        "where we measured, a tenth did. "
+        "this), leave this regime. Noise is no sure way out: where we measured, 30 % of the "
+        "update's root mean square did not always stop it. "
         "Outside this regime the exact method does not apply; other attacks may still work."
     )
     assert advice.way_out(replace(one, views=32, exposed=False)) == advice.OUTSIDE

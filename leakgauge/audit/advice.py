@@ -257,7 +257,8 @@ def defended(defence: str) -> str:
 
 OUTSIDE = "Outside this regime the exact method does not apply; other attacks may still work."
 NOISE = (
-    "Noise of 1 % of the update's root mean square did not stop it where we measured, a tenth did."
+    "Noise is no sure way out: where we measured, 30 % of the update's root mean square did not "
+    "always stop it."
 )
 
 
