@@ -206,14 +206,24 @@ class Once(Watch):
         return self.left >= 0
 
 
+def within(trace: Trace, found: Separated) -> Separated:
+    """What was found, at the nodes of this trace: `separable` traced a network of its own, whose
+    nodes are the same ones by name."""
+    return replace(
+        found, layer=trace.named(found.layer.name), top=trace.named(found.top.name),
+        source=trace.named(found.source.name),
+    )  # fmt: skip
+
+
+def next_below(trace: Trace, source: fx.Node) -> fx.Node:
+    """The activation that is peeled after this one."""
+    above = trace.nodes[: trace.nodes.index(source)]
+    return next(node for node in reversed(above) if trace.bent(node))
+
+
 def peeled(one: Client, found: Separated, nodes: int = 1, enough: float = math.inf) -> Peeled:
     trace = one.trace()
-    names = {node.name: node for node in trace.nodes}
-    # `separable` traced a network of its own: its nodes are the same ones by name.
-    own = replace(
-        found, layer=names[found.layer.name], top=names[found.top.name],
-        source=names[found.source.name],
-    )  # fmt: skip
+    own = within(trace, found)
     return peel(trace, gradient_of(one.seen), own, Once(nodes), enough=enough)
 
 
@@ -420,11 +430,8 @@ def test_a_wrong_mask_in_train_mode_is_put_right_and_no_other() -> None:
     """A wrong entry's signal is spread by the batch norm: what it leaves is no second one."""
     one, found = one_step()
     trace = one.trace()
-    source = trace.named(found.source.name)
-    below = next(node for node in reversed(trace.nodes[: trace.nodes.index(source)])
-                 if trace.bent(node))  # fmt: skip
-    own = replace(found, layer=trace.named(found.layer.name), source=source,
-                  top=trace.named(found.top.name))  # fmt: skip
+    own = within(trace, found)
+    source, below = own.source, next_below(trace, own.source)
     spoilt = found.maps.clone()
     spoilt.view(-1)[spoilt.where(spoilt > 0, torch.inf).argmin()] = 0.0
     known, sure = {source: spoilt}, {source: torch.zeros_like(found.unsure)}
@@ -438,11 +445,8 @@ def test_a_row_that_no_mask_explains_keeps_its_masks() -> None:
     """What spoils a row may be something else: here its own gradient."""
     one, found = one_step()
     trace, gradient = one.trace(), dict(gradient_of(one.seen))
-    source = trace.named(found.source.name)
-    below = next(node for node in reversed(trace.nodes[: trace.nodes.index(source)])
-                 if trace.bent(node))  # fmt: skip
-    own = replace(found, layer=trace.named(found.layer.name), source=source,
-                  top=trace.named(found.top.name))  # fmt: skip
+    own = within(trace, found)
+    source, below = own.source, next_below(trace, own.source)
     name = "layer4.0.conv1.weight"
     gradient[name] = gradient[name].clone()
     gradient[name][7] += normal(*gradient[name][7].shape) * gradient[name].std()
@@ -992,11 +996,8 @@ def test_a_wrong_row_of_small_signals_is_noticed() -> None:
     """It hardly shows in the residual of all rows."""
     one, found = one_step()
     trace, gradient = one.trace(), dict(gradient_of(one.seen))
-    source = trace.named(found.source.name)
-    below = next(node for node in reversed(trace.nodes[: trace.nodes.index(source)])
-                 if trace.bent(node))  # fmt: skip
-    own = replace(found, layer=trace.named(found.layer.name), source=source,
-                  top=trace.named(found.top.name))  # fmt: skip
+    own = within(trace, found)
+    source, below = own.source, next_below(trace, own.source)
     name = "layer4.0.conv1.weight"
     whole = gradient[name]
     spoilt = normal(*whole[7].shape)
