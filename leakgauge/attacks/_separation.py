@@ -259,7 +259,7 @@ def _learn_head(trace: Trace, errors: Tensor, steps: tuple[Tensor, ...], path: P
     """Tell the path about what each step added to the gradient of the head, Σ_n e_n f_nᵀ. Of the
     features f only the sum is known: they are taken to differ as little as they can."""
     head = trace.output
-    if trace.kind[head] != "layer":
+    if trace.kind[head] != "layer" or not isinstance(trace.layer(head), nn.Linear):
         return
     name = trace.told(head, "weight", path.gradient)
     if name is not None:
@@ -380,8 +380,8 @@ def _sent(
 ) -> Tensor | None:
     """What comes to the last ReLU from the head, about, if these signals are about what it lets
     through; None where another non-linearity is above."""
-    (above,) = top.users
-    if trace.sources[trace.output] != frozenset({above}):
+    above = next(iter(top.users))
+    if len(top.users) > 1 or trace.sources[trace.output] != frozenset({above}):
         return None
     errors = _all_errors(trace, top, signal, steps, path, math.inf)
     found = torch.zeros_like(signal)
