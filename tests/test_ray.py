@@ -322,7 +322,7 @@ def test_an_address_where_nobody_listens_is_refused():
         ours._join(ray, f"127.0.0.1:{port}", {})
 
 
-def test_a_listener_that_is_no_ray_is_given_up(monkeypatch):
+def test_a_listener_that_is_no_ray_is_given_up(tmp_path):
     program = (
         "import sys\nfrom leakgauge import cli\nfrom leakgauge.integrations import ray\n"
         "ray.JOINED = 1\n"
@@ -332,7 +332,11 @@ def test_a_listener_that_is_no_ray_is_given_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         ended = subprocess.run(
-            [sys.executable, "-c", program, address], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", program, address],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
     assert ended.returncode == 2
     assert f"no Ray to join at {address} (TimeoutError: no answer in 1 s)" in ended.stderr
