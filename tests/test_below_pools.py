@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_separation import (
+from observed_client import (
     EXACT,
     SETTINGS,
     Client,

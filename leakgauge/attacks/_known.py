@@ -36,6 +36,7 @@ class Peeled:
     stopped: str = ""
     again: list[fx.Node] = field(default_factory=list)  # layers that told the records apart anew
     enough: float = math.inf  # values of a record at a known node that make dear equations needless
+    brief: bool = False  # behind batch norms in train mode, end once that is known
 
     @property
     def lowest(self) -> fx.Node:

@@ -59,6 +59,13 @@ class Path:
         for step, weights in enumerate(self.weights):
             weights[name] = self._kept[step] * first - taken[step]
 
+    def rounding(self, name: str) -> Tensor:
+        """By how much a parameter's gradient may be off where the client sends its weights: what is
+        left of an update by the last digit of the float32 that it came in."""
+        if self.training.sends == "update":
+            return torch.zeros_like(self.before[name])
+        return self.before[name].abs() * torch.finfo(torch.float32).eps / self.training.lr
+
 
 def _response(training: LocalTraining, steps: int, to: int | None) -> Tensor:
     """By how much a weight has moved before each step and after the last: for a gradient of 1/lr in

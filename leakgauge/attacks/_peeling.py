@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -91,14 +92,17 @@ def peel(
     reach: str = "",
     rng: torch.Generator | None = None,
     enough: float = math.inf,
+    *,
+    brief: bool = False,
 ) -> Peeled:
     """Solve for one non-linear node after another, from the separated layer down to the image. What
     comes next is worth nothing without the node `reach`: that one is solved for if the time is up,
     too. Where no equations lead further, a layer below may tell the records apart by itself; not
     without an `rng`. Once a node with `enough` values of a record is known, the activations above
-    are not joined with the gradients, which costs more than all the rest."""
+    are not joined with the gradients, which costs more than all the rest; a `brief` peeling behind
+    batch norms in train mode ends there."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
-    done = Peeled(trace, gradient, start, known, unsure, enough=enough)
+    done = Peeled(trace, gradient, start, known, unsure, enough=enough, brief=brief)
     _down(done, watch, reach)
     while done.stopped and rng is not None and _on(done, watch, reach):
         try:
@@ -116,7 +120,13 @@ def peel(
 
 def _on(done: Peeled, watch: Watch, reach: str) -> bool:
     """Whether to go on: there is time, or what must be reached is not."""
-    return (bool(reach) and all(one.name != reach for one in done.known)) or watch.open()
+    wanted = bool(reach) and all(one.name != reach for one in done.known)
+    return not _ended(done) and (wanted or watch.open())
+
+
+def _ended(done: Peeled) -> bool:
+    """Whether a brief peeling has what it is for."""
+    return done.brief and bool(done.trace.norms) and done.suffices
 
 
 def _down(done: Peeled, watch: Watch, reach: str) -> None:
@@ -126,7 +136,8 @@ def _down(done: Peeled, watch: Watch, reach: str) -> None:
         if not trace.bent(node):
             continue
         if not _on(done, watch, reach):
-            done.stopped = f"{node.name}, as the time was up"
+            why = "enough was known" if _ended(done) else "the time was up"
+            done.stopped = f"{node.name}, as {why}"
             break
         try:
             found = _solved(done, node)
@@ -182,6 +193,8 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
     counted = _counted(done, node, every)
     joined = None if done.suffices else joined_at(done, node, every, counted)
     direct = counted is not None and counted > (SPARE_FORWARD if forward or joined else SPARE)
+    if direct and trace.norms and (fewest := _fewest(done, node, every)) <= SPARE:
+        direct, counted = False, fewest
     if trace.norms and not direct and not joined:
         if counted is None or not every:
             return None
@@ -219,7 +232,7 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
     negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
-    if residual < ROUNDING and negative < NEGATIVE:
+    if residual < max(ROUNDING, done.start.rough) and negative < NEGATIVE:
         for layer, lack in left.items():
             if spoilt[layer].any():
                 _correct(done, node, layer, value, lack, spoilt[layer])
@@ -279,6 +292,19 @@ def _counted(done: Peeled, node: fx.Node, every: list[Rows]) -> float | None:
                 return None
             count += layer.out_channels * math.prod(layer.kernel_size)
     return count / (len(done.start.maps) * pixels)
+
+
+def _fewest(done: Peeled, node: fx.Node, every: list[Rows]) -> float:
+    """The least of these counts over groups of pixels that the same offsets of the kernels see:
+    behind a stride some pixels are seen by fewer offsets than others."""
+    seen, outputs = [], []
+    for rows in every:
+        system = System(done, node, rows)
+        offsets = system.seen.T  # the pixels of each, numbered from one; zero is the padding
+        seen += [torch.bincount(o, minlength=system.pixels + 1)[1:] > 0 for o in offsets]
+        outputs += [rows.signal.shape[1]] * len(offsets)
+    groups, sizes = np.unique(torch.stack(seen, 1).numpy(), axis=0, return_counts=True)
+    return float((groups @ np.array(outputs) / sizes).min()) / len(done.start.maps)
 
 
 def _stands_out(lack: Tensor, good: Tensor) -> Tensor:

@@ -225,7 +225,8 @@ class AtLayer:
         step, of which `path` learns the norm's.
 
         Over all steps n·a adds up to the gradient of the norm's bias and n·b to that of its weight,
-        where they are told: with them the step with the fewest zeros in a channel needs none.
+        where they are told: with them the step with the fewest zeros in a channel needs none. Zeros
+        tell more than a gradient does that lacks no more than the rounding of weights.
         `sent` are the signals as they come to the ReLU above, about: in channels with too few zeros
         for their line to be seen, what it lets through lies on them.
         """
@@ -246,6 +247,7 @@ class AtLayer:
             for key, name in (("shift", bias), ("slope", gamma)):
                 sums = torch.stack([getattr(one, key)[:, 0] * one.x.shape[1] for one in passed])
                 lacking = self.gradient[name] - sums.sum(0)
+                lacking = lacking.where(lacking.abs() > self.path.rounding(name), 0.0)
                 for number, one in enumerate(passed):
                     getattr(one, key)[:, 0] += lacking * (worst == number) / one.x.shape[1]
             for name, key in ((gamma, "slope"), (bias, "shift")):

@@ -162,6 +162,7 @@ class Read:
         more: int = 0,
         reach: str = "",
         enough: float = math.inf,
+        brief: bool = False,
     ) -> None:
         self.gradient = gradient_of(seen)
         self.seen = seen
@@ -171,7 +172,9 @@ class Read:
         depth = self.trace.depth(begun.source)
         self.watch = Watch(resources, total=depth + (more or len(begun.steps)))
         self.watch(begun.misfit)
-        self.done = peel(self.trace, self.gradient, begun, self.watch, reach, rng, enough)
+        self.done = peel(
+            self.trace, self.gradient, begun, self.watch, reach, rng, enough, brief=brief
+        )
         # A layer below may tell steps apart that the first one does not.
         last = self.done.start
         self.begun = replace(begun, steps=last.steps, path=last.path)

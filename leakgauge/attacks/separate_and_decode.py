@@ -75,7 +75,7 @@ class SeparateAndDecode:
         rehearsed = train(target.setting, Batch(public.inputs[picked], labels), training, rng)
         seen = Observation(target.setting, rehearsed.update, training, target.records)
         enough = ENOUGH * math.prod(record.shape)
-        read = Read(seen, rng, replace(resources, progress=None), enough=enough)
+        read = Read(seen, rng, replace(resources, progress=None), enough=enough, brief=True)
         if read.done.lowest is read.trace.input:
             return Preparation(Kept(facts={"reach": read.trace.input.name, "nodes": {}}))
         # Another update may be read less far: what it reads from is the first node with enough.
