@@ -1,5 +1,7 @@
 """The search from a decoder's images to those that explain the activations of a round."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,6 +145,53 @@ def test_activations_that_single_no_image_out_give_a_smooth_one(
     monkeypatch.setattr(_finish, "EXACT", 1.0)
     rough, _ = finish([trace], one, NODE, value, begin, RECORD, free_scale=True)
     assert total_variation(found) < total_variation(rough)
+
+
+def test_a_search_that_was_cut_short_near_the_images_goes_on() -> None:
+    trace, truth = Trace(network(0), SHAPE, train=True), images(4)
+    value, begin, one = values(trace, truth), blurred(truth), [torch.arange(4)]
+    heard: list[float] = []
+
+    def listen(misfit: float) -> bool:
+        heard.append(misfit)
+        return True
+
+    found, misfits = finish(
+        [trace], one, NODE, value, begin, RECORD,
+        free_scale=True, evaluations=60, go_on=listen,
+    )  # fmt: skip
+    assert heard[59] < _finish.EXACT
+    assert misfits.max() < 0.1 * heard[59]
+    assert 70 < len(heard) < 190
+    assert affinely_off(found, truth) < 1e-3
+
+
+@pytest.mark.parametrize("singled_out", [True, False])
+def test_a_search_that_stuck_ends_from_the_smooth_images(
+    singled_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where those nearly explain the values; and if what follows does, else they are shown."""
+    trace, truth = Trace(network(0), SHAPE, train=True), images(4)
+    value, one = values(trace, truth), [torch.arange(4)]
+    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(6))
+    stuck, smooth = truth + 0.1 * noise, truth + 2e-3 * noise
+    sharp = truth if singled_out else truth + 1.5e-3 * noise
+    begun: list[tuple[Tensor, float]] = []
+
+    def searched(
+        misses: Any, start: Tensor, evaluations: int, go_on: Any, smoothed: float = 0.0
+    ) -> tuple[Tensor, int]:
+        begun.append((start, smoothed))
+        return (smooth if smoothed else stuck if len(begun) == 1 else sharp), 1
+
+    monkeypatch.setattr(_finish, "_searched", searched)
+    begin = blurred(truth)
+    found, _ = finish([trace], one, NODE, value, begin, RECORD, free_scale=True)
+    assert [weight for _, weight in begun] == [0.0, *_finish.SMOOTH, 0.0]
+    assert begun[1][0] is not stuck
+    assert begun[-1][0] is smooth
+    assert affinely_off(found, truth) == pytest.approx(affinely_off(
+        truth if singled_out else smooth, truth), abs=1e-5)  # fmt: skip
 
 
 def test_contrast_is_read_from_pixels_of_8_bits_alone() -> None:

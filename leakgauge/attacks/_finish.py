@@ -8,9 +8,10 @@ decoder's), the images are searched whose pre-activations p explain t in the mod
 Active are the entries with t > 0. The sum runs over all steps of the round, each with its own
 weights and, where batch norm is in train mode, its own batch. L-BFGS in single precision does it;
 it is the start that decides: from a decoder's images the misfit falls to rounding, from noise the
-search sticks. Where it does not fall that far, as in trained networks, many images explain t about
-as well: then the search is made again with a total variation that is lowered in stages, and its
-images are taken, which are the smoother ones.
+search sticks. Where it does not fall that far, the search is made again with a total variation that
+is lowered in stages. In trained networks many images explain t about as well, and the smoother ones
+are taken. Elsewhere it was one image that had stuck, and kept the others from their own: from the
+smooth ones the search ends at rounding.
 
 Batch norm in train mode leaves the contrast of a batch open: a·x gives the activations of x, but
 for the norm's ε. Two things tell a:
@@ -41,6 +42,8 @@ ROUNDING = 1e-9  # misfit at which single precision has nothing left to give
 PATIENCE = 40  # evaluations without a tenth of progress after which the search ends
 MEMORY = 30  # pairs of L-BFGS
 EXACT = 1e-5  # misfit above which t does not single out the images
+NEARLY = 1e-4  # and with the total variation, below which it may
+LONGER = 2  # times that a search goes on which was cut short below EXACT
 SMOOTH = (3e-2, 1e-2, 3e-3)  # weights of the total variation then, each for a third of the search
 LOST = 100.0  # times the median misfit: a record that no image explains
 NEAR = 0.5  # contrasts are tried up to this far from that of the start
@@ -83,9 +86,7 @@ def finish(
         time_left = time_left and go_on(misfit)
         return time_left
 
-    found, used = _searched(misses, begin, evaluations, going_on)
-    with torch.no_grad():
-        each = misses.by_record(found)
+    found, each, used = _settled(misses, begin, evaluations, going_on)
     lost = each > max(LOST * float(each.median()), LOST * ROUNDING)
     if lost.any() and used < evaluations and time_left:
         # What no image explains drowns the others: they go on without it.
@@ -98,6 +99,11 @@ def finish(
         for weight in SMOOTH:
             smooth, _ = _searched(misses, smooth, -(-evaluations // len(SMOOTH)), going_on, weight)
         found = smooth if time_left else found  # not one that the time cut short
+        with torch.no_grad():
+            nearly = float(misses.by_record(smooth)[~lost].median()) < NEARLY
+        if nearly and time_left:  # it led past where the first search stuck
+            sharp, each, _ = _settled(misses, smooth, evaluations, going_on)
+            found = sharp if time_left and float(each[~lost].median()) <= EXACT else found
     with torch.no_grad():
         found = _contrasted(misses, found, start.float(), record)
         return found, misses.by_record(found)
@@ -154,6 +160,22 @@ class _Misses:
 
     def total(self, images: Tensor) -> float:
         return float(self.by_record(images) @ self.shares)
+
+
+def _settled(
+    misses: _Misses, start: Tensor, evaluations: int, go_on: Callable[[float], bool]
+) -> tuple[Tensor, Tensor, int]:
+    """The best images, by how much each misses, and how many evaluations the last search took. One
+    that was cut short where the values do single out images goes on: the last digits tell the
+    contrast, and whether a pixel is of one level or the next."""
+    found = start
+    for _ in range(1 + LONGER):
+        found, used = _searched(misses, found, evaluations, go_on)
+        with torch.no_grad():
+            each = misses.by_record(found)
+        if used < evaluations or float(each.median()) > EXACT:
+            break
+    return found, each, used
 
 
 def _searched(
