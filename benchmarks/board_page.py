@@ -51,8 +51,9 @@ is the best other attack or variant in that table; the exact recursion is no sea
 The line with ReLU and train batch norm shows what *searches* find there: no more than a mean image.
 That is no protection: linear algebra takes such updates apart.
 [Separate and decode](methods/separate-and-decode.md#measured), which holds public images too, has
-its rows on its own page: untrained ResNet-10, ReLU, train batch norm, batch 24, and four local
-steps of batch 4, every image of five draws at 148 dB or more; trained to 81 %, batch 8: 24 dB.
+its rows on its own page: untrained ResNet-10, ReLU, train batch norm: every image of five draws at
+83 dB or more in batches of 4, 8 and 16 and in four local steps of batch 4; in batches of 24 at 80
+dB or more in four draws and 27 or more in the fifth; trained to 81 %, batch 8: 24 dB.
 [GIT and LTI](methods/git.md#measured), which learn from public pairs and hold no weights, stand
 beside the numbers of their papers on the page of GIT.
 The [curious client](methods/curious-client.md#measured), who reads the mean of all clients, has its

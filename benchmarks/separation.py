@@ -26,7 +26,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from leakgauge.attacks import ATTACKS, SeparateAndDecode, exposure, separable
 from leakgauge.attacks._decoder import decode
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import Read
-from leakgauge.attacks.separate_and_decode import ENOUGH
 from leakgauge.defences import Clip, Prune
 from leakgauge.errors import NotApplicable
 from leakgauge.fl import Scenario, setting, simulate
@@ -290,12 +289,22 @@ def after_scale(found: Tensor, wanted: Tensor) -> float:
     return float((scale * found - wanted).norm() / wanted.norm())
 
 
+@dataclass(frozen=True)
+class Watched(SeparateAndDecode):
+    """The attack; `begun` is the node that it decoded, what it had read, and its first images."""
+
+    begun: list[Any] = field(default_factory=list, init=False, compare=False)
+
+    def _decoded(self, read: Read, kept: Kept) -> tuple[str, Tensor, list[str]]:
+        node, images, notes = super()._decoded(read, kept)
+        self.begun[:] = [node, read, images]
+        return node, images, notes
+
+
 def attacked(case: Case, run: int, given: argparse.Namespace) -> Outcome:
     """The whole attack, beside its decoder alone, its decoder on records that are not in the batch,
     and the mean image."""
-    attack = SeparateAndDecode(
-        steps=given.fit_steps, images=given.fit_images, evaluations=given.evaluations
-    )
+    attack = Watched(steps=given.fit_steps, images=given.fit_images, evaluations=given.evaluations)
     round_, seen, batch = played(case, run, given.net)
     kept = prepared(attack, round_, given.public, given.keep)
     seen = replace(seen, kept=kept)
@@ -313,14 +322,10 @@ def attacked(case: Case, run: int, given: argparse.Namespace) -> Outcome:
         "notes": list(guess.notes),
         "mean image": scores(mean_image("cifar10", 32).expand_as(batch.inputs), batch),
     }
-    if node := str(guess.facts.get("decoder_node", "")):
-        enough = ENOUGH * batch.inputs[0].numel()
-        read = Read(seen, rng_of("images", run), Resources(), enough=enough)
-        value = read.done.known[read.trace.named(node)]
-        begun = torch.zeros(len(value), *batch.inputs.shape[1:])
-        for step in read.begun.steps:
-            begun[step] = decode(kept, node, value[step])
-        outcome["decoder"] = scores(begun[read.begun.once(len(batch))], batch)
+    if attack.begun and (node := attack.begun[0]):
+        read, begin = attack.begun[1:]
+        begin = seen.record.leaving(begin).clamp(0, 1)[read.begun.once(len(batch))]
+        outcome["decoder"] = scores(begin, batch)
         outcome["not in the batch"] = scores(
             strangers(case, run, seen, kept, read.trace.named(node), read.trace), batch
         )
@@ -422,7 +427,7 @@ def rival(name: str, case: Case, run: int, seconds: float, given: argparse.Names
         iterations = max(10, round(spared / each * attack.iterations / total))
         attack = attack.shortened(iterations, attack.restarts)
     began = time.process_time()
-    guess = attack.reconstruct(seen, rng_of(name, run), Resources(seconds=1.3 * seconds))
+    guess = attack.reconstruct(seen, rng_of(name, run), Resources(seconds=3 * seconds))
     return {
         "attack": scores(guess.inputs, batch),
         "labels": label_share(guess.labels, batch),
@@ -514,7 +519,9 @@ def image_rows(title: str, lines: list[Outcome]) -> str:
         return f"| {title} | {len(lines)} | – | – | – | – | – | – | – | {refusal(lines)} |"
     labels = [o["labels"] for o in some if o["labels"] is not None]
     nodes = sorted({str(o.get("facts", {}).get("peeled_to", "")) for o in some} - {""})
-    said = "; ".join(filter(None, [", ".join(nodes), refusal(lines)]))
+    turns = [o["iterations"] for o in some if "iterations" in o]
+    end = f"{middle(turns):.0f}" if turns else ", ".join(nodes)
+    said = "; ".join(filter(None, [end, refusal(lines)]))
     fit = [o["fit_seconds"] for o in some if "fit_seconds" in o]
     rows = [
         f"| {title} | {len(lines)} | {cells([o['attack'] for o in some])} "
@@ -643,7 +650,7 @@ def table(what: str, given: argparse.Namespace) -> None:
 
 
 def rivals(given: argparse.Namespace) -> None:
-    header(IMAGES_HEAD)
+    header(IMAGES_HEAD.replace("peeled to", "iterations"))
     for case in chosen(shown(given), given):
         ours = lines_of(given.out, key_for("images", case, given)).values()
         spent = [o["fit_seconds"] + o["seconds"] for o in ours if "seconds" in o]
