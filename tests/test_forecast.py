@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from leakgauge.attacks import Analytic
+from leakgauge.attacks import Analytic, Begun
 from leakgauge.audit import Plan, Store, Watch, forecast, parse, run
 from leakgauge.audit import fit as fitting
 from leakgauge.audit.fit import fit
@@ -160,6 +160,17 @@ def test_a_forecast_of_counted_costs_is_what_the_audit_takes(
     assert found.cpu_seconds == pytest.approx(actual, rel=1e-6)
     assert found.low == pytest.approx(0.75 * actual, rel=1e-6)
     assert found.high == pytest.approx(1.25 * actual, rel=1e-6)
+
+
+def test_the_start_of_a_hybrid_is_counted_once(tmp_path: Path, clock: Clock) -> None:
+    first, search = Search(clock, setup=30.0), Search(clock, iterations=60)
+    attacks = {"first": first, "hybrid": Begun(first, search)}
+    plan = planned(clock, attacks, audit={"control": False})
+    found = forecast(plan)
+    assert {one.attack: one.cpu_seconds for one in found.attacks} == pytest.approx(
+        {"first": 30 + 10, "hybrid": 30 + 10 + 2 + 6}
+    )
+    assert found.cpu_seconds == pytest.approx(spent(run(plan, Store(tmp_path))), rel=1e-6)
 
 
 def test_every_attack_of_a_plan_is_counted(tmp_path: Path, clock: Clock) -> None:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import io
 import re
-import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -516,10 +515,10 @@ def test_characters_that_steer_are_shown_as_harmless(tmp_path):
     assert "�[31m�evil�" in text
 
 
-# Size, time, sameness
+# Size, sameness
 
 
-def test_two_thousand_trials_take_seconds_and_stay_small(tmp_path):
+def test_two_thousand_trials_stay_small(tmp_path):
     made = sample(
         tmp_path,
         rounds=(0, 1, 2, 3, 4),
@@ -532,9 +531,7 @@ def test_two_thousand_trials_take_seconds_and_stay_small(tmp_path):
     )
     assert [trial.kind for trial in made.trials].count("trial") == 2000
     loaded = schema.load(tmp_path / "result.json")
-    began = time.process_time()
     text = html.render(loaded, tmp_path, "show")
-    assert time.process_time() - began < 5
     assert len(text.encode()) < 10_000_000
     page = Page(text)
     alts = [str(attributes["alt"]) for attributes in page.all("img")]
