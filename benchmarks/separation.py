@@ -103,6 +103,7 @@ class Case:
     width: float = 1.0
     net: str = ""
     mode: str = "train"
+    norm: str = "batch"
 
     @property
     def records(self) -> int:
@@ -128,14 +129,21 @@ class Case:
         words += [f"decay {self.weight_decay:g}"] if self.weight_decay else []
         words += ["sends weights"] if self.sends == "weights" else []
         words += ["eval mode"] if self.mode == "eval" else []
+        words += [f"{self.norm} norm"] if self.norm != "batch" else []
         return ", ".join(words + ([self.defence] if self.defence != "none" else []))
 
     def network(self, run: int, net: Path | None) -> nn.Module:
-        options = {} if self.model in OWN else {"width": self.width}
+        options = {} if self.model in OWN else {"width": self.width, "norm": self.norm}
         model = network(self.model, run, **options)
         if net is not None:
             models.load(model, net)
         return model
+
+
+def first(given: argparse.Namespace) -> Case:
+    """What all cases have in common."""
+    net = named(given.net)
+    return Case("resnet-10", 4, width=given.width, net=net, mode=given.mode, norm=given.norm)
 
 
 def chains(given: argparse.Namespace) -> list[Case]:
@@ -143,7 +151,7 @@ def chains(given: argparse.Namespace) -> list[Case]:
     records."""
     found = []
     for name in given.model or ("resnet-10", "resnet-18"):
-        one = Case(name, 8, width=given.width, net=named(given.net), mode=given.mode)
+        one = replace(first(given), model=name, batch=8)
         found += [replace(one, batch=batch) for batch in (4, 8, 16, 24)]
         found += [
             replace(one, batch=batch, steps=steps, **MOVING)
@@ -159,7 +167,7 @@ def chains(given: argparse.Namespace) -> list[Case]:
 
 def shown(given: argparse.Namespace) -> list[Case]:
     """What `images` and `rivals` measure."""
-    one = Case("", 4, width=given.width, net=named(given.net), mode=given.mode)
+    one = first(given)
     sizes = [(1, batch) for batch in (4, 8, 16, 24)] + [(4, 4)]
     return [
         replace(one, model=name, batch=batch, steps=steps, defence=defence)
@@ -170,7 +178,7 @@ def shown(given: argparse.Namespace) -> list[Case]:
 
 
 def stopped(given: argparse.Namespace) -> list[Case]:
-    one = Case("resnet-10", 4, width=given.width, net=named(given.net), mode=given.mode)
+    one = first(given)
     more = [replace(one, sends="weights")]
     return [
         case
@@ -181,7 +189,7 @@ def stopped(given: argparse.Namespace) -> list[Case]:
 
 
 def beyond(given: argparse.Namespace) -> list[Case]:
-    one = Case("", 4, width=given.width, net=named(given.net), mode=given.mode)
+    one = first(given)
     names = given.model or ("resnet-10", "resnet-18")
     return [replace(one, model=name, batch=batch) for name in names for batch in (32, 64)]
 
@@ -594,8 +602,9 @@ def written(path: Path) -> list[Outcome]:
 def key_for(what: str, case: Case, given: argparse.Namespace) -> Outcome:
     """What a line is found by, but for its run."""
     key = {"what": what, "case": asdict(case)}
-    if case.mode == "train":
-        del key["case"]["mode"]
+    for later, usual in (("mode", "train"), ("norm", "batch")):
+        if key["case"][later] == usual:
+            del key["case"][later]
     if what == "images":
         fit = {"steps": given.fit_steps, "images": given.fit_images}
         key["options"] = fit | {"evaluations": given.evaluations}
@@ -693,6 +702,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--width", type=float, default=1.0)
     add("--net", type=Path, help="trained weights of that model, for all runs")
     add("--mode", choices=["train", "eval"], default="train", help="of batch norm")
+    add("--norm", choices=["batch", "group", "layer"], default="batch", help="of the network")
     add("--defence", nargs="+", choices=DEFENCES, help="of the images' clients")
     add("--batch", type=int, nargs="+", help="only these")
     add("--steps", type=int, nargs="+", help="only these")

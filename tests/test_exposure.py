@@ -369,7 +369,7 @@ def grouped() -> nn.Module:
         (grouped, "2", "grouped"),
         (Tokens, "second", "reached by no signal"),
         (lambda: small(16), "2", "one record alone has 16 windows"),
-        (lambda: small(72, nn.GroupNorm(2, 72)), "2", "mixed before the next activation"),
+        (lambda: small(72, nn.GroupNorm(72, 72)), "2", "mixed before the next activation"),
     ],
 )
 def test_layers_that_tell_nothing_say_why(make: Any, name: str, words: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import leakgauge as lg
 from leakgauge.attacks import _finish
-from leakgauge.attacks._finish import finish, levelled, stored
+from leakgauge.attacks._finish import finish, levelled, stored, stretched
 from leakgauge.attacks._priors import total_variation
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError, NotApplicable
@@ -19,9 +19,9 @@ NODE = "layer1_0_act2"
 RECORD = Images(SHAPE, (0.45,), (0.25,))
 
 
-def network(seed: int, width: float = 0.25) -> nn.Module:
+def network(seed: int, width: float = 0.25, norm: str = "batch") -> nn.Module:
     rng = torch.Generator().manual_seed(seed)
-    return lg.models.make("resnet-10", shape=SHAPE, classes=10, rng=rng, width=width)
+    return lg.models.make("resnet-10", shape=SHAPE, classes=10, rng=rng, width=width, norm=norm)
 
 
 def images(count: int, seed: int = 1) -> Tensor:
@@ -202,6 +202,35 @@ def test_contrast_is_read_from_pixels_of_8_bits_alone() -> None:
     assert stored(images(4), RECORD) == 1.0  # these were never stored
     assert stored(truth + 0.02 * torch.randn(truth.shape), RECORD) == 1.0
     assert stored(torch.zeros_like(truth), RECORD) == 1.0
+
+
+def test_group_norms_leave_the_contrast_of_each_record_open() -> None:
+    trace = Trace(network(0, norm="group"), SHAPE)
+    pixels = (RECORD.leaving(images(3)).clamp(0, 1) * 255).round() / 255
+    truth = RECORD.entering(pixels)
+    each = torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1, 1)  # how large activations are is not known
+    begin = blurred(truth) * torch.tensor([0.9, 1.1, 0.8]).view(3, 1, 1, 1)
+    found, misfits = finish(
+        [trace], [torch.arange(3)], NODE, each * values(trace, truth), begin, RECORD,
+        free_scale=True,
+    )  # fmt: skip
+    assert misfits.max() < 1e-6
+    assert off(found, truth) < 2e-6  # as they were stored
+
+
+def test_contrast_that_nothing_tells_fills_the_range_of_pixels() -> None:
+    """Of each image; with pixels of 8 bits, exactly."""
+    dull = 0.3 * images(2)
+    found = stretched(dull, RECORD)
+    for one, was in zip(found, dull, strict=True):
+        assert affinely_off(one, was) < 1e-5
+        shown = RECORD.leaving(one)
+        reach = max(-float(shown.min()), float(shown.max()) - 1)
+        assert reach == pytest.approx(0.0, abs=1e-5)
+    pixels = (RECORD.leaving(images(2)).clamp(0, 1) * 255).round() / 255
+    truth = RECORD.entering(pixels)
+    each = torch.tensor([0.7, 0.9]).view(2, 1, 1, 1)
+    assert off(stretched(each * truth, RECORD), truth) < 2e-6
 
 
 def test_every_step_has_its_own_weights_and_its_own_batch() -> None:

@@ -503,7 +503,7 @@ def test_activations_that_batch_norm_ties_together_are_not_met(mode: Any) -> Non
         update = train(ours, truth, training, seeded()).update
         seen = Observation(ours, update, training=training, records=2)
         if mode == "train" and norm in model.children():
-            with pytest.raises(NotApplicable, match="one by one"):
+            with pytest.raises(NotApplicable, match="of known size"):
                 recovered(seen, seeded())
         else:
             penalty, labels, _ = recovered(seen, seeded())

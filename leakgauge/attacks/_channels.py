@@ -4,21 +4,22 @@ For each channel c of the input t, output j and offset o of the kernel,
 
     G_jco = Σ_n Σ_p δ_njp · t_nc[pixel of (p, o)].
 
-One Cholesky factor solves that for all channels, in double precision. Behind a batch norm in train
-mode the signals depend on what the layer puts out, which is sought: its statistics follow from each
-solution, and the next solution from them.
+One Cholesky factor solves that for all channels, in double precision. Behind a norm the signals
+depend on what the layer puts out, which is sought: its statistics follow from each solution, and
+the next solution from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from leakgauge.attacks._known import Peeled, Rows, Solution, weight_gradient
+from leakgauge.attacks._alone import groups_of, means
+from leakgauge.attacks._known import Peeled, Rows, Solution, told_of, weight_gradient
 from leakgauge.attacks._linear import least_squares, smallest, supports
 from leakgauge.attacks._span import windows
 from leakgauge.attacks._steps import usual_energy
@@ -38,9 +39,10 @@ def by_channel(
     """The activations of `node` by least squares, the same small matrix for all its channels; the
     residual, and what the gradients lack.
 
-    Behind a batch norm in train mode a signal is γ/σ·(δ − mean δ − û·mean(δû)), step by step. σ and
-    û are those of what the layer puts out, which is sought: they begin as constants, or as they
-    were with other rows, and follow from each solution.
+    Behind a norm a signal is (γδ − mean γδ − û·mean(γδû))/σ, over a step behind a batch norm in
+    train mode, over a group of each record's channels behind a group norm. σ and û are those of
+    what the layer puts out, which is sought: they begin as constants, or as they were with other
+    rows, and follow from each solution.
     """
     trace, records = done.trace, len(done.start.maps)
     shape, pixels = trace.shape[node], systems[0].pixels
@@ -99,18 +101,36 @@ class System:
         self.target = self.observed
         self.at_layer = self.signal
         if rows.norm is not None:
-            norm = trace.module.get_submodule(str(rows.norm.target))
-            assert isinstance(norm, _BatchNorm)
-            self.norm = norm
+            self.norm: Any = trace.module.get_submodule(str(rows.norm.target))
+            self.groups = groups_of(self.norm)
+            if self.groups and layer.bias is not None and layer.bias.any():
+                raise NotApplicable(
+                    f"a group norm follows {rows.layer.target}, whose bias makes it depend on the "
+                    "size of its input"
+                )
             self.normal = torch.zeros_like(self.signal)  # û
+            if self.groups:
+                self.told, self.active = told_of(done, rows)
+                self._hold()
+                open_ = means(1 - self.active, self.groups).clamp_min(1e-9)
+                self.normal = self.normal - means(self.normal, self.groups) / open_
+                self._hold()
             sizes = layer.weight.detach().flatten(1).norm(dim=1)
+            if self.groups:
+                sizes = means(sizes.square()[:, None, None], self.groups).sqrt().flatten()
             self.sigma = sizes[:, None].expand(-1, self.signal.shape[1]).clone()
             self._learn("bias", self.signal)
             self.behind()
 
+    def _hold(self) -> None:
+        """Take û from the activation behind a group norm, where that is active."""
+        gamma = self.gamma()[:, :, None]
+        told = torch.where(gamma.abs() > 1e-6, self.told / gamma, 0.0)
+        self.normal = torch.where(self.active > 0, told, self.normal)
+
     def gamma(self) -> Tensor:
-        """The weights of the batch norm in the step of each record: (outputs, N)."""
-        found = torch.ones_like(self.sigma)
+        """The weights of the norm in the step of each record: (outputs, N)."""
+        found = self.signal.new_ones(self.signal.shape[:2])
         for step, weights in self.done.steps:
             with self.done.trace.holding(weights):
                 if self.norm.weight is not None:
@@ -125,14 +145,14 @@ class System:
             yield step, weights.get(name or "", trace.layer(layer).weight.detach()).double()
 
     def behind(self) -> None:
-        """The signals at the layer itself, from those behind its batch norm."""
-        found, gamma = torch.zeros_like(self.signal), self.gamma()
+        """The signals at the layer itself, from those behind its norm."""
+        found, passed = torch.zeros_like(self.signal), self.signal * self.gamma()[:, :, None]
         for step in self.done.start.steps:
-            signal, normal = self.signal[:, step], self.normal[:, step]
-            signal = signal - signal.mean((1, 2), keepdim=True)
-            signal = signal - normal * (signal * normal).mean((1, 2), keepdim=True)
-            signal = signal - signal.mean((1, 2), keepdim=True)
-            found[:, step] = signal * (gamma[:, step] / self.sigma[:, step])[:, :, None]
+            signal, normal = passed[:, step], self.normal[:, step]
+            signal = signal - means(signal, self.groups)
+            signal = signal - normal * means(signal * normal, self.groups)
+            signal = signal - means(signal, self.groups)
+            found[:, step] = signal / self.sigma[:, step, None]
         self.at_layer = found
 
     def equations(self, channels: int) -> tuple[Tensor, Tensor]:
@@ -194,9 +214,11 @@ class System:
         before, out = self.normal, self.centred(node, value)
         self.normal, self.sigma = torch.zeros_like(before), torch.zeros_like(self.sigma)
         for step in self.done.start.steps:
-            deviation = (out[:, step].square().mean((1, 2)) + self.norm.eps).sqrt()
-            self.normal[:, step] = out[:, step] / deviation[:, None, None]
-            self.sigma[:, step] = deviation[:, None].expand(-1, len(step))
+            deviation = (means(out[:, step].square(), self.groups) + self.norm.eps).sqrt()
+            self.normal[:, step] = out[:, step] / deviation
+            self.sigma[:, step] = deviation[:, :, 0].expand(-1, len(step))
+        if self.groups:
+            self._hold()
         return float((self.normal - before).norm() / self.normal.norm())
 
     def centred(self, node: fx.Node, value: Tensor) -> Tensor:
@@ -209,7 +231,7 @@ class System:
             # Not by `holding`: the slopes of this are taken later, and want these very weights.
             out = functional_call(layer, {"weight": weight}, (seen[step],)).transpose(0, 1)
             out = out.flatten(2) if out.dim() > 2 else out[:, :, None]
-            found[:, step] = out - out.mean((1, 2), keepdim=True)
+            found[:, step] = out - means(out, self.groups)
         return found
 
     def weight_gradient(self, node: fx.Node, value: Tensor, signal: Tensor) -> Tensor:
@@ -261,6 +283,8 @@ class System:
     def sized(self, value: Tensor) -> None:
         """Give the signals of each step the size with which they explain the gradient: where no
         bias told how large the activations above are, it is not known before."""
+        if self.done.trace.alone:  # their own amounts were told
+            return
         steps = self.done.start.steps
         parts = self.parts(value)[:, self.good].flatten(1)
         found = least_squares(parts.T, self.observed[self.good].flatten()[:, None])
@@ -322,12 +346,12 @@ def grounded(value: Tensor, null: list[Tensor]) -> Tensor:
 
 
 def usual_size(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
-    """The value with the size, step by step, of a ReLU behind batch norms: only the ε of those that
-    see it depends on that."""
+    """The value with the size, step by step or record by record, of a ReLU behind norms: only the ε
+    of those that see it depends on that."""
     energy = usual_energy(done.trace, node)
     if energy is None:
         return value
     value = value.clone()
-    for step, _ in done.steps:
-        value[step] *= (energy / float(value[step].square().mean())) ** 0.5
+    for part in done.sized:
+        value[part] *= (energy / float(value[part].square().mean())) ** 0.5
     return value

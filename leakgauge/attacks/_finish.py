@@ -6,7 +6,8 @@ decoder's), the images are searched whose pre-activations p explain t in the mod
     Σ_active (s·p − t)² + Σ_inactive relu(s·p)²  over  Σ t²,   at the factor s that makes it least
 
 Active are the entries with t > 0. The sum runs over all steps of the round, each with its own
-weights and, where batch norm is in train mode, its own batch. L-BFGS in single precision does it;
+weights and, where batch norm is in train mode, its own batch. Behind group norms every record has
+a factor s of its own. L-BFGS in single precision does it;
 it is the start that decides: from a decoder's images the misfit falls to rounding, from noise the
 search sticks. Where it does not fall that far, the search is made again with a total variation that
 is lowered in stages. In trained networks many images explain t about as well, and the smoother ones
@@ -14,7 +15,7 @@ are taken. Elsewhere it was one image that had stuck, and kept the others from t
 smooth ones the search ends at rounding.
 
 Batch norm in train mode leaves the contrast of a batch open: a·x gives the activations of x, but
-for the norm's ε. Two things tell a:
+for the norm's ε; group norms leave that of each record open. Two things tell a:
 
 1. Pictures are stored in 8 bits: with the right a all pixels are whole numbers of 1/255, with any
    other they are spread evenly between two of them. Where they clearly are such numbers, the images
@@ -73,8 +74,8 @@ def finish(
 
     Step k of the round ran `traces[k]` on the records `groups[k]`: every record is in one group.
     `start` are the decoder's images, as they enter the model. `free_scale` says that the values are
-    known up to one common factor. `go_on` hears of every evaluation, and says whether there is time
-    for another.
+    known up to a factor, common to all or, behind group norms, each record's own. `go_on` hears of
+    every evaluation, and says whether there is time for another.
     """
     misses = _Misses(traces, groups, node, value, free_scale)
     _check(groups, value, start)
@@ -116,7 +117,10 @@ class _Misses:
         self, traces: Sequence[Trace], groups: Sequence[Tensor], node: str, value: Tensor,
         free_scale: bool,
     ) -> None:  # fmt: skip
-        self.node, self.groups, self._free = node, groups, free_scale
+        self.node, self._groups, self._free = node, groups, free_scale
+        self._alone = bool(traces[0].norms) and traces[0].alone
+        # Those whose contrast is one: batches or, behind group norms, single records.
+        self.tied = list(torch.cat(list(groups))[:, None]) if self._alone else list(groups)
         self._relu = traces[0].kind[traces[0].named(node)] == "relu"
         self._light = [trace.single() for trace in traces]
         size = value.double().square().mean().sqrt().clamp_min(1e-30)
@@ -132,7 +136,7 @@ class _Misses:
         light = self._light[step]
         at = light.named(self.node)
         at = at.all_input_nodes[0] if self._relu else at
-        batch = images[self.groups[step]].contiguous(memory_format=torch.channels_last)
+        batch = images[self._groups[step]].contiguous(memory_format=torch.channels_last)
         found: Tensor = light.forward(batch, [at])[at]
         return found
 
@@ -140,12 +144,17 @@ class _Misses:
         """The misses of every group."""
         # Convex in what enters the ReLU: on what leaves it, an entry that should be active but is
         # not would have no slope.
-        found = [self._entering(images, step) for step in range(len(self.groups))]
+        found = [self._entering(images, step) for step in range(len(self._groups))]
         if self._relu:
             found = [
                 torch.where(t > 0, p, p.relu()) for p, t in zip(found, self._wanted, strict=True)
             ]
-        if self._free:
+        if self._free and self._alone:
+            pairs = zip(found, self._wanted, strict=True)
+            found = [
+                (inner(p, t).clamp_min(1e-30) / inner(p, p).clamp_min(1e-30)) * p for p, t in pairs
+            ]
+        elif self._free:
             alike = [(p * t).sum() for p, t in zip(found, self._wanted, strict=True)]
             sizes = [p.square().sum() for p in found]
             above, below = torch.stack(alike).sum(), torch.stack(sizes).sum()
@@ -160,6 +169,11 @@ class _Misses:
 
     def total(self, images: Tensor) -> float:
         return float(self.by_record(images) @ self.shares)
+
+
+def inner(one: Tensor, other: Tensor) -> Tensor:
+    """The inner product of each record, in a shape that multiplies them (N, 1, …)."""
+    return (one * other).flatten(1).sum(1).view(-1, *[1] * (one.dim() - 1))
 
 
 def _settled(
@@ -228,10 +242,10 @@ def _searched(
 
 
 def _contrasted(misses: _Misses, found: Tensor, start: Tensor, record: Images) -> Tensor:
-    """The images with the right contrast in every group whose values leave it open; as they were
-    stored, where that shows."""
+    """The images with the right contrast wherever their values leave it open; as they were stored,
+    where that shows."""
     found = found.clone()
-    for group in misses.groups:
+    for group in misses.tied:
         probe = found.clone()
         probe[group] *= PROBE
         if abs(misses.total(probe) - misses.total(found)) <= OPEN:
@@ -243,6 +257,16 @@ def _contrasted(misses: _Misses, found: Tensor, start: Tensor, record: Images) -
                 found[group] = stored(x, record) * x
         found[group] = levelled(found[group], record)
     return found
+
+
+def stretched(images: Tensor, record: Images) -> Tensor:
+    """Images, as they enter the model, whose contrast nothing tells: each with the most that keeps
+    its pixels between black and white or, if that makes them of 8 bits, with one near that."""
+    found = []
+    for one in images[:, None]:
+        x = one * _room(one, record)
+        found.append(levelled(stored(x, record) * x, record))
+    return torch.cat(found)
 
 
 def _room(images: Tensor, record: Images) -> float:

@@ -11,16 +11,14 @@ these equations and those of the gradients for t and for the share by which σ w
 from __future__ import annotations
 
 import math
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
 
 from leakgauge.attacks._channels import NORM_SOLVED, RIDGE, System, grounded, usual_size
-from leakgauge.attacks._known import Peeled, Rows, Solution, telling
+from leakgauge.attacks._known import Peeled, Rows, Solution, telling, told_of
 from leakgauge.attacks._linear import Equation, solve, whitening
-from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
 
 SPARE_JOINED = 1.45  # and where they do, behind batch norms in train mode, all together
@@ -37,12 +35,12 @@ def joined_at(
     """The equations of gradients and activations together, if there are enough of them. `counted`
     are those of the gradients for each unknown."""
     trace = done.trace
-    if not trace.norms or counted is None:
+    if not trace.norms or trace.alone or counted is None:
         return None
     if not every or any(rows.norm is None for rows in every):
         return None
     systems = [System(done, node, rows) for rows in every]
-    told = [_told_of(done, rows) for rows in every]
+    told = [told_of(done, rows) for rows in every]
     skips = [above for above in telling(done, node) if not _normed(done, above)]
     count = sum(float(active.sum()) for _, active in told)
     count += sum(float((done.known[above] > 0).sum()) for above in skips)
@@ -71,47 +69,6 @@ def _skip(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
         return found * told
 
     return entering, target * told
-
-
-def _told_of(done: Peeled, rows: Rows) -> tuple[Tensor, Tensor]:
-    """What a known activation tells of the batch norm behind a layer, and where: that norm alone
-    must be unknown of what enters it."""
-    trace, norm = done.trace, rows.norm
-    assert norm is not None
-    value, active = torch.zeros_like(rows.signal), torch.zeros_like(rows.signal)
-    above = trace.activation_above(rows.layer)
-    if above in done.known and trace.kind[above] == "relu":
-        entering = above.all_input_nodes[0]
-        if _closed(trace, entering, done.known.keys() | {norm}):
-            for step, weights in done.steps:
-                with trace.holding(weights):
-                    rest = _besides(done, entering, norm, step, value[step])
-                if rest is not None:
-                    active[step] = (done.known[above][step] > 0).to(value)
-                    value[step] = active[step] * (done.known[above][step] - rest)
-    parts = [one.flatten(2) if one.dim() > 2 else one[:, :, None] for one in (value, active)]
-    return parts[0].transpose(0, 1), parts[1].transpose(0, 1)
-
-
-def _besides(
-    done: Peeled, entering: fx.Node, norm: fx.Node, step: Tensor, none: Tensor
-) -> Tensor | None:
-    """What enters an activation in a step besides what a norm puts out: its bias counts as such.
-    None where the two do not simply add up."""
-    trace, known = done.trace, {one: value[step] for one, value in done.known.items()}
-    rest, more = (trace.affine(entering, {**known, norm: none + add}, {}) for add in (0.0, 1.0))
-    if not torch.allclose(more - rest, none + 1):
-        return None
-    bias = getattr(trace.module.get_submodule(str(norm.target)), "bias", None)
-    found: Tensor = rest if bias is None else rest + bias.view(1, -1, *[1] * (none.dim() - 2))
-    return found
-
-
-def _closed(trace: Trace, node: fx.Node, held: Set[fx.Node]) -> bool:
-    """Whether a node follows from those that are held."""
-    if node in held:
-        return True
-    return not trace.bent(node) and all(_closed(trace, n, held) for n in node.all_input_nodes)
 
 
 def _normed(done: Peeled, above: fx.Node) -> bool:

@@ -7,7 +7,7 @@ weights of each local step, to the layers that look at the next unknown node.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,7 +36,7 @@ class Peeled:
     stopped: str = ""
     again: list[fx.Node] = field(default_factory=list)  # layers that told the records apart anew
     enough: float = math.inf  # values of a record at a known node that make dear equations needless
-    brief: bool = False  # behind batch norms in train mode, end once that is known
+    brief: bool = False  # behind norms, end once that is known
 
     @property
     def lowest(self) -> fx.Node:
@@ -51,6 +51,13 @@ class Peeled:
     def steps(self) -> Iterator[tuple[Tensor, Named]]:
         """The records of each local step, and the weights that it had."""
         return zip(self.start.steps, self.start.path.weights, strict=True)
+
+    @property
+    def sized(self) -> list[Tensor]:
+        """The records whose activations have one size in common, which a norm leaves open."""
+        if self.trace.alone:
+            return list(torch.arange(len(self.start.maps))[:, None])
+        return list(self.start.steps)
 
     def observed(self, layer: fx.Node) -> Tensor:
         """The gradient of the weight of a layer that `_signals` found."""
@@ -68,8 +75,8 @@ class Peeled:
 
 @dataclass
 class Rows:
-    """A layer that sees the unknown node, and the signal at its output or, where a batch norm in
-    train mode stands behind it, at that one's output: (N, outputs, …)."""
+    """A layer that sees the unknown node, and the signal at its output or, where a norm stands
+    behind it, at that one's output: (N, outputs, …)."""
 
     layer: fx.Node
     norm: fx.Node | None
@@ -114,7 +121,7 @@ def signals_of(done: Peeled, node: fx.Node) -> list[Rows]:
 
 
 def norm_behind(trace: Trace, layer: fx.Node) -> fx.Node | None:
-    """The batch norm in train mode that a layer's output enters, and nothing else."""
+    """The norm that a layer's output enters, and nothing else."""
     users = list(layer.users)
     return users[0] if len(users) == 1 and users[0] in trace.norms else None
 
@@ -166,3 +173,44 @@ def weight_gradient(layer: nn.Conv2d | nn.Linear, seen: Tensor, signal: Tensor) 
 def forward_equation(done: Peeled, node: fx.Node, above: fx.Node) -> Equation:
     target, told = done.trace.entered(above, done.known[above])
     return lambda value: done.entering(above, node, value) * told, target * told
+
+
+def told_of(done: Peeled, rows: Rows) -> tuple[Tensor, Tensor]:
+    """What a known activation tells of the norm behind a layer: what that put out, less its bias,
+    and where (outputs, N, positions). The norm alone must be unknown of what enters it."""
+    trace, norm = done.trace, rows.norm
+    assert norm is not None
+    value, active = torch.zeros_like(rows.signal), torch.zeros_like(rows.signal)
+    above = trace.activation_above(rows.layer)
+    if above in done.known and trace.kind[above] == "relu":
+        entering = above.all_input_nodes[0]
+        if _closed(trace, entering, done.known.keys() | {norm}):
+            for step, weights in done.steps:
+                with trace.holding(weights):
+                    rest = _besides(done, entering, norm, step, value[step])
+                if rest is not None:
+                    active[step] = (done.known[above][step] > 0).to(value)
+                    value[step] = active[step] * (done.known[above][step] - rest)
+    parts = [one.flatten(2) if one.dim() > 2 else one[:, :, None] for one in (value, active)]
+    return parts[0].transpose(0, 1), parts[1].transpose(0, 1)
+
+
+def _besides(
+    done: Peeled, entering: fx.Node, norm: fx.Node, step: Tensor, none: Tensor
+) -> Tensor | None:
+    """What enters an activation in a step besides what a norm puts out: its bias counts as such.
+    None where the two do not simply add up."""
+    trace, known = done.trace, {one: value[step] for one, value in done.known.items()}
+    rest, more = (trace.affine(entering, {**known, norm: none + add}, {}) for add in (0.0, 1.0))
+    if not torch.allclose(more - rest, none + 1):
+        return None
+    bias = getattr(trace.module.get_submodule(str(norm.target)), "bias", None)
+    found: Tensor = rest if bias is None else rest + bias.view(1, -1, *[1] * (none.dim() - 2))
+    return found
+
+
+def _closed(trace: Trace, node: fx.Node, held: Set[fx.Node]) -> bool:
+    """Whether a node follows from those that are held."""
+    if node in held:
+        return True
+    return not trace.bent(node) and all(_closed(trace, n, held) for n in node.all_input_nodes)

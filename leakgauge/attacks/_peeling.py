@@ -7,9 +7,9 @@ a layer sees, t, solves linear equations for the whole batch:
     affine(t_n) = a_n     wherever a known ReLU output a above it is active
 
 Where the gradients alone determine a layer, one factor solves them for all its channels
-(`_channels`), elsewhere conjugate gradients do; all in double precision. Behind batch norms in
-train mode the statistics of the batch are unknown too: they follow from each solution, and the next
-from them (`_joined` has both kinds of equations there). A ReLU output is non-negative, so that
+(`_channels`), elsewhere conjugate gradients do; all in double precision. Behind group norms and
+batch norms in train mode their statistics are unknown too: they follow from each solution, and the
+next from them (`_joined` has both kinds of equations there). A ReLU output is non-negative, so that
 equations that leave it open announce themselves by negative entries.
 """
 
@@ -100,7 +100,7 @@ def peel(
     too. Where no equations lead further, a layer below may tell the records apart by itself; not
     without an `rng`. Once a node with `enough` values of a record is known, the activations above
     are not joined with the gradients, which costs more than all the rest; a `brief` peeling behind
-    batch norms in train mode ends there."""
+    norms ends there."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure, enough=enough, brief=brief)
     _down(done, watch, reach)
@@ -240,8 +240,9 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
 
 
 def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
-    """The value in the size, step by step, with which the signals below it add up to the gradient
-    of the bias there. Batch norms pass signals on by the inverse of that size, skips by themselves.
+    """The value in the size, step by step or record by record, with which the signals below it add
+    up to the gradient of the bias there. Norms pass signals on by the inverse of that size, skips
+    by themselves.
     It stays as it is where no bias tells. A max-pool sends each signal to one place, so that below
     it their sum is that of its own signals, where it is not zero."""
     trace, relu = done.trace, done.trace.unpooled(node)
@@ -258,17 +259,18 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
                 slope = slopes_at(done, node, step, {below: below})[below]
             if below is node:
                 slope = slope * (value[step] > SILENT * value.max())
-            sums.append(slope.transpose(0, 1).flatten(1).sum(1))
+            each = slope.flatten(2).sum(2) if slope.dim() > 2 else slope  # (N, channels)
+            sums.append(each.T if trace.alone else each.sum(0)[:, None])
         own.append(2 * sums[0] - sums[1])
         normed.append(sums[1] - sums[0])
-    left = torch.stack(normed, 1)
+    left = torch.cat(normed, 1)
     value = value.clone()
     for name in names:
-        right = done.gradient[name] - torch.stack(own).sum(0)
+        right = done.gradient[name] - torch.cat(own, 1).sum(1)
         found, misfit = most(left, right)
         if misfit < ANCHORED and (found > 0.5).all() and (found < 2).all():
-            for (step, _), amount in zip(done.steps, found.tolist(), strict=True):
-                value[step] /= amount
+            for part, amount in zip(done.sized, found.tolist(), strict=True):
+                value[part] /= amount
             break
     return value
 
@@ -340,7 +342,7 @@ def _correct(
     if above is None or above not in known or trace.kind[above] != "relu":
         return
     views = windows(done.entering(layer, node, value), trace.layer(layer))
-    if norm_behind(trace, layer) is not None:
+    if norm_behind(trace, layer) is not None and not trace.alone:
         views = views.clone()
         for step, _ in done.steps:
             views[step] -= views[step].mean((0, 1))

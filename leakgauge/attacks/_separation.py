@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from leakgauge.attacks._alone import behind_own_norm, norm_of
 from leakgauge.attacks._layers import gradient_sum, told
 from leakgauge.attacks._linear import least_squares
 from leakgauge.attacks._path import Path
 from leakgauge.attacks._rays import ROUNDING, rectified, sparse_rays
 from leakgauge.attacks._span import common_maps, row_space, windows
-from leakgauge.attacks._steps import APPROXIMATE, AtLayer, together
+from leakgauge.attacks._steps import APPROXIMATE, AtLayer, amounts_below, together
 from leakgauge.attacks._trace import Trace
 from leakgauge.errors import NotApplicable
 from leakgauge.fl.local import minibatches
@@ -209,10 +210,14 @@ def read(
         if len(steps) > 1:
             at_top = found.behind_norm(_sent(trace, top, at_top, steps, path))
     else:
-        steps = (torch.arange(records),)
-        at_top = signals / _scale(trace, node, top)
-        amounts = _amounts(trace, gradient, node, top, at_top, signals, slack)
-        maps, at_top = _times(maps, 1 / amounts), _times(at_top, amounts)
+        steps, norm = (torch.arange(records),), norm_of(trace, node, top)
+        if norm is not None:
+            maps, at_norm = _behind_own_norm(trace, gradient, node, norm, maps, signals, slack)
+            at_top = at_norm / _scale(trace, norm, top)
+        else:
+            at_top = signals / _scale(trace, node, top)
+            amounts = _amounts(trace, gradient, node, top, at_top, signals, slack)
+            maps, at_top = _times(maps, 1 / amounts), _times(at_top, amounts)
     labels = torch.full((records,), -1)
     return Separated(
         node, top, at_top, source, maps, unsure, labels, misfit, rough, steps, path, sizes
@@ -273,6 +278,28 @@ def _learn_head(trace: Trace, errors: Tensor, steps: tuple[Tensor, ...], path: P
         path.learn(name, torch.stack([errors[step].sum(0) for step in steps]))
 
 
+def _behind_own_norm(
+    trace: Trace,
+    gradient: Named,
+    node: fx.Node,
+    norm: fx.Node,
+    maps: Tensor,
+    signals: Tensor,
+    slack: float,
+) -> tuple[Tensor, Tensor]:
+    """Maps and the signals behind the group norm that a layer's output enters. The norm leaves open
+    how large maps are, but for its ε and a bias before it."""
+    (source,) = trace.sources[node.all_input_nodes[0]]
+    bias = trace.layer(node).bias
+    if bias is not None and (bias.any() or trace.told(node, "bias", gradient)):
+        amounts = _amounts(trace, gradient, node, node, signals, signals, slack)
+    else:
+        alone: list[tuple[Tensor, Named]] = [(row, {}) for row in torch.arange(len(maps))[:, None]]
+        amounts = amounts_below(trace, gradient, node, source, maps, signals, alone)
+    maps, signals = _times(maps, 1 / amounts), _times(signals, amounts)
+    return maps, behind_own_norm(trace, node, norm, source, maps, signals)
+
+
 def _times(values: Tensor, amounts: Tensor) -> Tensor:
     """Every record's values by its own amount."""
     return values * amounts.view(-1, *[1] * (values.dim() - 1))
@@ -288,7 +315,7 @@ def _scale(trace: Trace, layer: fx.Node, top: fx.Node) -> Tensor:
     result = trace.affine(top, values, memo)
     if result is leaf:
         return torch.ones_like(leaf).detach()
-    (slope,) = torch.autograd.grad(result.sum(), leaf)
+    slope = torch.autograd.grad(result.sum(), leaf)[0].clone()
     slope[slope.abs() < 1e-12] = torch.inf  # a channel that is switched off carries no signal
     return slope
 

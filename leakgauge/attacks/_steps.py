@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -74,9 +75,9 @@ def biases(trace: Trace, gradient: Named, relu: fx.Node) -> list[str]:
 
 
 def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
-    """The mean square of what leaves a ReLU, if what enters it is normal: a sum of batch norms in
-    train mode, each with the mean and variance that its bias and weight give it, and of skips;
-    twice that of the largest of some. None where something else enters."""
+    """The mean square of what leaves a ReLU, if what enters it is normal: a sum of norms, each with
+    the mean and variance that its bias and weight give it, and of skips; twice that of the largest
+    of some. None where something else enters."""
     pooled, relu = relu, trace.unpooled(relu)
     if trace.kind[relu] != "relu":
         return None
@@ -85,8 +86,7 @@ def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
     while left:
         node = left.pop()
         if node in trace.norms:
-            norm = trace.module.get_submodule(str(node.target))
-            assert isinstance(norm, _BatchNorm)
+            norm: Any = trace.module.get_submodule(str(node.target))
             mean = mean + (0.0 if norm.bias is None else norm.bias.double())
             variance = variance + (1.0 if norm.weight is None else norm.weight.double().square())
         elif trace.kind[node] == "relu":  # a skip: it adds as much as half a normal has
@@ -100,6 +100,49 @@ def usual_energy(trace: Trace, relu: fx.Node) -> float | None:
     active = torch.special.ndtr(ratio)
     energy = float(((mean**2 + variance) * active + mean * variance.sqrt() * density).mean())
     return energy if pooled is relu else 2 * energy
+
+
+def amounts_below(
+    trace: Trace,
+    gradient: Named,
+    layer: fx.Node,
+    source: fx.Node,
+    maps: Tensor,
+    signals: Tensor,
+    parts: Sequence[tuple[Tensor, Named]],
+) -> Tensor:
+    """A factor per record, the same for all of a part, by which signals add up to the gradient of
+    the bias below the ReLU `source` that the layer looks at. `parts` are records whose maps have
+    one size in common, and the weights of their step. Where no bias tells it, maps become as large
+    as such a ReLU's usually are: only the ε of norms depends on it. A max-pool sends each signal to
+    one place, so that their sum is the same below it."""
+    relu = trace.unpooled(source)
+    names = biases(trace, gradient, relu)
+    entered = layer.all_input_nodes[0]
+    while entered is not relu and len(entered.users) == 1:
+        entered = entered.all_input_nodes[0]
+    found = torch.ones(len(maps), dtype=maps.dtype)
+    energy = usual_energy(trace, source)
+    if energy is not None:
+        for part, _ in parts:
+            found[part] = float((maps[part].square().mean() / energy).sqrt())
+    if entered is not relu or len(relu.users) > 1 or not names:
+        return found
+    sums = []
+    for part, weights in parts:
+        leaf = maps[part].detach().requires_grad_()
+        with trace.holding(weights), torch.enable_grad():
+            left = trace.affine(layer, {source: leaf}, {})
+            (slope,) = torch.autograd.grad(left, leaf, signals[part])
+        sums.append((slope * (leaf > 0)).detach().transpose(0, 1).flatten(1).sum(1))
+    every = torch.stack(sums, 1)
+    for name in names:
+        factors, misfit = most(every, gradient[name])
+        if misfit < APPROXIMATE and (factors > 0).all():
+            for (part, _), factor in zip(parts, factors.tolist(), strict=True):
+                found[part] = factor
+            break
+    return found
 
 
 def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node:
@@ -188,37 +231,11 @@ class AtLayer:
         self.steps = tuple(order)
 
     def amounts(self) -> Tensor:
-        """A factor per record, the same in a step, by which signals add up to the gradient of the
-        bias below the ReLU that the layer looks at. Where no bias tells it, maps become as large as
-        such a ReLU's usually are: only the ε of batch norms depends on it. A max-pool sends each
-        signal to one place, so that their sum is the same below it."""
-        relu = self.trace.unpooled(self.source)
-        names = biases(self.trace, self.gradient, relu)
-        entered = self.layer.all_input_nodes[0]
-        while entered is not relu and len(entered.users) == 1:
-            entered = entered.all_input_nodes[0]
-        found = torch.ones(len(self.maps), dtype=self.maps.dtype)
-        energy = usual_energy(self.trace, self.source)
-        if energy is not None:
-            for step in self.steps:
-                found[step] = float((self.maps[step].square().mean() / energy).sqrt())
-        if entered is not relu or len(relu.users) > 1 or not names:
-            return found
-        sums = []
-        for number, step in enumerate(self.steps):
-            leaf = self.maps[step].detach().requires_grad_()
-            with self.trace.holding(self.path.weights[number]), torch.enable_grad():
-                left = self.trace.affine(self.layer, {self.source: leaf}, {})
-                (slope,) = torch.autograd.grad(left, leaf, self.signals[step])
-            sums.append((slope * (leaf > 0)).detach().transpose(0, 1).flatten(1).sum(1))
-        every = torch.stack(sums, 1)
-        for name in names:
-            factors, misfit = most(every, self.gradient[name])
-            if misfit < APPROXIMATE and (factors > 0).all():
-                for step, factor in zip(self.steps, factors.tolist(), strict=True):
-                    found[step] = factor
-                break
-        return found
+        """A factor per record, the same in a step, by which signals are to be larger."""
+        parts = list(zip(self.steps, self.path.weights, strict=True))
+        return amounts_below(
+            self.trace, self.gradient, self.layer, self.source, self.maps, self.signals, parts
+        )
 
     def behind_norm(self, sent: Tensor | None = None) -> Tensor:
         """The signals behind the batch norm that the layer's output enters, at the weights of each

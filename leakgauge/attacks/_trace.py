@@ -4,6 +4,7 @@ In eval mode a ReLU network is affine wherever it is not a ReLU: convolutions, l
 norms with fixed statistics, sums, average pools. `Trace` names these pieces and evaluates any of
 them from chosen values of the non-linear nodes, in double precision. With `train`, batch norms
 normalise by the batch that is run, as in training: they are affine for one batch, not for another.
+Group norms, in either mode, are so for one record.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ RELUS = (torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_")
 
 class Trace:
     """The graph of a model in eval mode, or with batch norms in train mode. Values are double; the
-    model itself is left alone."""
+    model itself is left alone. `norms` are its nodes that normalise by what they see: batch norms
+    in train mode, or, with `alone`, group norms."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, ...], *, train: bool = False):
         try:
@@ -71,16 +73,11 @@ class Trace:
                 f"model ({type(error).__name__}: {error})"
             ) from error
         self.module = traced.double().cpu().requires_grad_(False)
-        self.norms: frozenset[fx.Node] = frozenset()  # batch norms in train mode
         self.nodes = list(traced.graph.nodes)
         self.kind = {node: self._kind(node) for node in self.nodes}
         self.input = next(node for node in self.nodes if node.op == "placeholder")
         self.output: fx.Node = next(n for n in self.nodes if n.op == "output").args[0]
         self._own = self._owned({id(p): name for name, p in copied.named_parameters()})
-        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        for node in self.nodes:
-            below = (self.sources[n] for n in node.all_input_nodes)
-            self.sources[node] = frozenset({node}) if self.bent(node) else frozenset().union(*below)
         blank = torch.zeros(1, *shape, dtype=torch.float64)
         try:
             values = self.forward(blank, self.nodes)
@@ -95,10 +92,28 @@ class Trace:
             for node, value in values.items()
             if isinstance(value, Tensor) and value.dim() > 1
         }
-        if train:
-            self.norms = frozenset(n for n in self.nodes if self._module(n, _BatchNorm))
-            for node in self.norms:
-                self.module.get_submodule(str(node.target)).train()
+        batch = frozenset(n for n in self.nodes if train and self._module(n, _BatchNorm))
+        for node in batch:
+            self.module.get_submodule(str(node.target)).train()
+        # Those that normalise by what they see: all of them a step's records together, or all each
+        # record alone. Where a network has both, the latter are like any other non-linearity.
+        self.alone = not batch
+        self.norms = batch or frozenset(n for n in self.nodes if self._grouped(n))
+        self.kind |= dict.fromkeys(self.norms, "affine")
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.nodes:
+            below = (self.sources[n] for n in node.all_input_nodes)
+            self.sources[node] = frozenset({node}) if self.bent(node) else frozenset().union(*below)
+
+    def _grouped(self, node: fx.Node) -> bool:
+        """Whether a node normalises groups of a record's channels. One channel per group would hide
+        the mean of its windows; a layer norm is one group, if it sees vectors."""
+        if node.op != "call_module" or node not in self.shape:
+            return False
+        norm = self.module.get_submodule(str(node.target))
+        if isinstance(norm, nn.GroupNorm):
+            return norm.num_groups < norm.num_channels
+        return isinstance(norm, nn.LayerNorm) and norm.normalized_shape == tuple(self.shape[node])
 
     def _kind(self, node: fx.Node) -> Kind:
         if node.op == "placeholder":
@@ -180,7 +195,7 @@ class Trace:
         moves none of their running statistics."""
         light = copy.copy(self)
         light.module = copy.deepcopy(self.module).float()
-        for node in self.norms:
+        for node in () if self.alone else self.norms:
             norm: Any = light.module.get_submodule(str(node.target))
             norm.running_mean = norm.running_var = norm.num_batches_tracked = None
         return light
@@ -269,20 +284,22 @@ class Trace:
     def centred(self, node: fx.Node) -> bool:
         """Whether the signals at a node sum to zero, channel by channel, over a batch: whatever it
         passes on enters a batch norm in train mode."""
-        return bool(node.users) and all(
+        if self.alone or not node.users:
+            return False
+        return all(
             user in self.norms
             or ((self.channelwise(user) or user.target is torch.cat) and self.centred(user))
             for user in node.users
         )
 
     def activation_above(self, layer: fx.Node) -> fx.Node | None:
-        """The activation that a layer's output enters entry by entry."""
+        """The activation that a layer's output enters, entry by entry but for norms."""
         node = layer
         while len(node.users) == 1:
             (user,) = node.users
             if self.kind[user] in ("relu", "smooth"):
                 return user
-            if not self.channelwise(user):
+            if user not in self.norms and not self.channelwise(user):
                 return None
             node = user
         return None

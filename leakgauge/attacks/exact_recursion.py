@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from leakgauge.attacks._finish import finish
+from leakgauge.attacks._finish import finish, stretched
 from leakgauge.attacks._invert import FOUND, invert
 from leakgauge.attacks._known import Peeled
 from leakgauge.attacks._layers import told
@@ -98,6 +98,8 @@ class ExactRecursion:
             images, misfits = self._together(read, rng)
         else:
             images, misfits = self._finish(done, len(begun.maps), rng, watch)
+            if read.trace.norms and done.lowest is not read.trace.input:
+                images = stretched(images, pictures(seen.record))
         chosen = begun.once(records)
         inputs = seen.record.leaving(images[chosen]).clamp(0, 1)
         misfits = [misfits[i] for i in chosen.tolist()]
@@ -256,7 +258,7 @@ class Read:
 
 def trace_together(done: Peeled) -> bool:
     """Whether images cannot be found one by one: batch norm in train mode, or several steps."""
-    return bool(done.trace.norms) or len(done.start.steps) > 1
+    return not done.trace.alone or len(done.start.steps) > 1
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

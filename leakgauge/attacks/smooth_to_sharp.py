@@ -250,7 +250,9 @@ def recovered(
     training, records = told(seen, "smooth-to-sharp")
     trace = traced(seen)
     if trace.norms or len(minibatches(records, training)) > 1:
-        raise NotApplicable("the search meets activations one by one, at the weights it was sent")
+        raise NotApplicable(
+            "the search meets activations of known size, at the weights that were sent"
+        )
     begun = separate(trace, gradient, records, rng)
     watch = Watch(replace(resources or Resources(), progress=None), total=1)
     known = peel(trace, gradient, begun, watch, rng=rng).known

@@ -1,0 +1,146 @@
+"""Separation and peeling behind group norms, held against autograd and a replay by torch.optim."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from observed_client import (
+    Client,
+    client,
+    compared,
+    normal,
+    peeled,
+    right,
+    seeded,
+    separated,
+)
+from torch import Tensor, nn
+
+from leakgauge import models
+from leakgauge.attacks._alone import behind_own_norm, means, norm_of
+from leakgauge.attacks._separation import Separated
+from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.exposure import LayerExposure, exposure
+from leakgauge.errors import NotApplicable
+
+
+def resnet(norm: str = "group") -> nn.Module:
+    """With weights of both signs and biases in its norms."""
+    rng = seeded()
+    model = models.make("resnet-10", shape=(3, 32, 32), classes=10, rng=rng, width=0.5, norm=norm)
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            size = len(module.weight)
+            sign = 1 - 2.0 * (torch.rand(size, generator=rng) < 0.3)
+            module.weight.data = sign * (0.5 + torch.rand(size, generator=rng))
+            module.bias.data = 0.3 * torch.randn(size, generator=rng)
+    return model
+
+
+@cache
+def one_step() -> tuple[Client, Separated]:
+    one = client(resnet(), 4)
+    return one, separated(one)
+
+
+def test_the_means_that_a_norm_takes_away() -> None:
+    x = normal(6, 3, 5)
+    assert torch.equal(means(x, 0), x.mean((1, 2), keepdim=True))
+    parts = [x[:3].mean((0, 2), keepdim=True), x[3:].mean((0, 2), keepdim=True)]
+    found = means(x, 2)
+    assert found.shape == (6, 3, 1)
+    assert torch.allclose(found, torch.cat([part.expand(3, 3, 1) for part in parts]))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_signals_behind_a_norm_follow_from_those_before_it(groups: int) -> None:
+    """As autograd has them: the two unknowns of each group are those that leave zeros."""
+    norm = nn.GroupNorm(groups, 16).double()
+    norm.weight.data, norm.bias.data = 1.5 * normal(16, seed=1), 0.2 * normal(16, seed=2)
+    conv = nn.Conv2d(8, 16, 3, padding=1, bias=False)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), conv, norm, nn.ReLU())
+    trace = Trace(model, (3, 6, 6))
+    (node,) = (n for n in trace.layers() if n.target == "2")
+    at = norm_of(trace, node, next(iter(node.users)))
+    (source,) = trace.sources[node.all_input_nodes[0]]
+    maps = normal(3, 8, 6, 6, seed=3).relu()
+    before = trace.affine(node, {source: maps}, {}).detach().requires_grad_()
+    behind = norm(before)
+    sent = normal(*behind.shape, seed=4) * (behind > 0)
+    (signals,) = torch.autograd.grad(behind, before, sent)
+    assert at is not None
+    found = behind_own_norm(trace, node, at, source, maps, signals)
+    assert float((found - sent).norm() / sent.norm()) < 1e-8
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_a_batch_behind_group_norms_is_read_exactly(norm: str) -> None:
+    one = client(resnet(norm), 4) if norm == "layer" else one_step()[0]
+    right(one, separated(one))
+
+
+def test_the_layers_below_are_peeled() -> None:
+    one, found = one_step()
+    done = peeled(one, found, 2)
+    assert [node.name for node in done.known] == ["layer4_0_act1", "layer3_0_act2", "layer3_0_act1"]
+    for node, value in done.known.items():
+        compared(found, value, one.truth(node.name))
+
+
+def vectors(norm: nn.Module) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(192, 400), nn.ReLU()]
+        layers += [nn.Linear(400, 120, bias=False), norm, nn.ReLU(), nn.Linear(120, 10)]
+        return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(120), nn.GroupNorm(4, 120)])
+def test_vectors_behind_a_layer_norm(norm: nn.Module) -> None:
+    one = client(vectors(norm), 6, size=8)
+    right(one, separated(one))
+
+
+def counted(norm: nn.Module) -> LayerExposure:
+    one = client(vectors(norm), 6, size=8)
+    assert one.seen.training is not None
+    layers = exposure(one.seen.setting, one.seen.training, 6).layers
+    return next(layer for layer in layers if layer.name == "3")
+
+
+def test_the_exposure_counts_as_without_a_norm() -> None:
+    assert counted(nn.LayerNorm(120)) == counted(nn.Identity())
+    assert counted(nn.LayerNorm(120)).limit == 100
+
+
+def test_a_norm_of_a_sum_is_refused() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 24, 3, 2, 1), nn.Conv2d(24, 24, 3, 1, 1)
+            self.norm, self.head = nn.GroupNorm(4, 24), nn.Linear(24, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).relu()
+            x = self.norm(self.second(x) + 1.0).relu()
+            return self.head(x.mean((2, 3)))
+
+    with pytest.raises(NotApplicable, match="the group norm behind it sees a sum"):
+        separated(client(Summed(), 1, size=8))
+
+
+def test_a_bias_before_a_norm_ends_the_peeling_in_words() -> None:
+    """It tells records apart all the same, and their sizes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts: list[nn.Module] = []
+        for inputs, outputs, stride in ((3, 24, 1), (24, 48, 2), (48, 96, 2), (96, 128, 1)):
+            conv = nn.Conv2d(inputs, outputs, 3, stride, 1)
+            parts += [conv, nn.GroupNorm(8, outputs), nn.ReLU()]
+        pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
+    one = client(nn.Sequential(*parts, *pool), 4, size=16)
+    found = separated(one)
+    right(one, found)
+    assert "whose bias makes it depend on the size of its input" in peeled(one, found, 2).stopped
