@@ -362,7 +362,7 @@ def test_every_form_says_what_an_update_shows_before_any_attack(tmp_path, told, 
     assert "16 records, used 32 times: too many for layer4.0.conv2, which can show the" in text
     nothing = replace(one, exposed=False, limit=0, layer=None, layers=(), reason="it is blind.")
     text = told(form, replace(made, exposure=(nothing,)), tmp_path)
-    assert "No layer of this model shows records exactly: it is blind." in text
+    assert "The exact method does not apply here: it is blind." in text
     assert "Exposed" not in text
     assert "before any attack" not in told(form, replace(made, exposure=()), tmp_path)  # older ones
 

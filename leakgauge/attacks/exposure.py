@@ -92,8 +92,7 @@ def exposure(setting: Setting, training: LocalTraining, records: int | Sequence[
             raise NotApplicable("the model has no convolution and no linear layer")
         if not best.limit:
             raise NotApplicable(
-                f"none of its {len(layers)} layers tells records apart (the last, {best.name}: "
-                f"{best.reason})"
+                f"no layer of the model tells records apart (the last, {best.name}: {best.reason})"
             )
     except NotApplicable as reason:
         words = " ".join(str(reason).split())

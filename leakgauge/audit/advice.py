@@ -265,7 +265,7 @@ NOISE = (
 def exposed(found: Exposure) -> str:
     """What the update of a round shows exactly, and by which layer."""
     if found.layer is None:
-        return f"No layer of this model shows records exactly: {found.reason.rstrip('.')}."
+        return f"The exact method does not apply here: {found.reason.rstrip('.')}."
     held = _number(found.views, "record")
     if found.views != found.records:
         held = f"{_number(found.records, 'record')}, used {found.views:,} times"
@@ -281,7 +281,7 @@ def exposed(found: Exposure) -> str:
 def way_out(found: Exposure) -> str:
     """What would have to change for an update to leave the regime of the exact method."""
     if found.layer is None:
-        return "Other attacks may still work."
+        return "That is no protection: other attacks may still work."
     if not found.exposed:
         return OUTSIDE
     most = f"{found.limit * found.records // found.views:,} records in a round like this"
