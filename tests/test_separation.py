@@ -151,6 +151,22 @@ def test_adam_and_dropout_are_refused() -> None:
         separated(one)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_norm_in_front_of_the_head_hides_labels(norm: Any, mode: str) -> None:
+    """In eval mode a batch norm is a factor and a bias, and hides nothing."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [nn.Flatten(), nn.Linear(192, 400), nn.ReLU(), nn.Linear(400, 120), nn.ReLU()]
+        model = nn.Sequential(*layers, norm(120), nn.Linear(120, 10))
+    one = client(model, 6, size=8, batch_norm=mode)
+    if norm is nn.BatchNorm1d and mode == "eval":
+        right(one, separated(one))
+        return
+    with pytest.raises(NotApplicable, match="labels cannot be read through another .* or norm"):
+        separated(one)
+
+
 def test_records_beyond_the_rank_are_refused() -> None:
     one = client(chain(), 9, size=16)
     with pytest.raises(NotApplicable, match="9 records × 16 positions are 143 windows"):

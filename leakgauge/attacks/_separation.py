@@ -364,14 +364,14 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor, slack: float) -> Tensor:
     (above,) = top.users
     # From the last ReLU, or the max-pool of it, on all is affine: a signal is a sum of the classes'
     # slopes, by the error.
-    while trace.sources[trace.output] != frozenset({above}) and len(above.users) == 1:
+    while not _plain(trace, above) and len(above.users) == 1:
         (pool,) = above.users
         gathered = trace.gathered(pool, signal)
         if gathered is None:
             break
         above, signal = pool, gathered
-    if trace.sources[trace.output] != frozenset({above}):
-        raise NotApplicable("labels cannot be read through another non-linearity above it")
+    if not _plain(trace, above):
+        raise NotApplicable("labels cannot be read through another non-linearity or norm above it")
     rows = _slopes(trace, above).flatten(1)
     errors = []
     for one in signal.flatten(1):
@@ -394,6 +394,20 @@ def _errors(trace: Trace, top: fx.Node, signal: Tensor, slack: float) -> Tensor:
     return torch.stack(errors)
 
 
+def _plain(trace: Trace, above: fx.Node) -> bool:
+    """Whether the logits of a record are affine in what leaves this node, whatever it is: nothing
+    bends it further up, and no norm sees it."""
+    if trace.sources[trace.output] != frozenset({above}):
+        return False
+    left = [trace.output]
+    while left:
+        node = left.pop()
+        if node in trace.norms:
+            return False
+        left.extend(node.all_input_nodes if node is not above else ())
+    return True
+
+
 def _slopes(trace: Trace, above: fx.Node) -> Tensor:
     """Of each logit by what left the last non-linearity: (classes, …)."""
     leaf = torch.zeros(1, *trace.shape[above], dtype=torch.float64, requires_grad=True)
@@ -408,7 +422,7 @@ def _sent(
     """What comes to the last ReLU from the head, about, if these signals are about what it lets
     through; None where another non-linearity is above."""
     above = next(iter(top.users))
-    if len(top.users) > 1 or trace.sources[trace.output] != frozenset({above}):
+    if len(top.users) > 1 or not _plain(trace, above):
         return None
     errors = _all_errors(trace, top, signal, steps, path, math.inf)
     found = torch.zeros_like(signal)
