@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from leakgauge.attacks._alone import groups_of
 from leakgauge.attacks._anew import anew
 from leakgauge.attacks._channels import System, by_channel
 from leakgauge.attacks._joined import joined_at
@@ -336,6 +337,7 @@ def _correct(
     """Switch the entries of the ReLU above a layer whose windows are what its rows lack. The rows
     are looked at again with every entry switched, as the weights of later steps follow from them
     too; a row that is not explained in the end was spoilt by something else, and stays as it was.
+    Behind a group norm an entry spoils all rows of its group, and its own most: that is switched.
     """
     trace, known = done.trace, done.known
     above = trace.activation_above(layer)
@@ -352,13 +354,18 @@ def _correct(
     limits = (EXPLAINED * begun.norm(dim=1)).maximum(
         NOTICED * done.observed(layer).flatten(1).norm(dim=1)
     )
+    norm = norm_behind(trace, layer)
+    groups = groups_of(trace.module.get_submodule(str(norm.target))) if norm is not None else 0
+    each = len(begun) // groups if groups else 1  # rows that an entry spoils
     rows, left = spoilt.nonzero().flatten().tolist(), begun
     for _ in range(ROUNDS):
         rows = [row for row in rows if left[row].norm() > limits[row]]
         if not rows:
             break
         known[above] = known[above].clone()
-        for row in rows:
+        for row in {
+            row // each: row for row in sorted(rows, key=lambda r: left[r].norm())
+        }.values():
             entries = known[above][:, row]
             small = (was[:, row] < SMALL * most).flatten()  # a larger one is no zero
             best = int((views @ left[row] / sizes * small).abs().argmax())
@@ -367,7 +374,8 @@ def _correct(
         left = _lacking(done, node, layer, value, ~spoilt).flatten(1)
     for row in rows:
         if left[row].norm() > limits[row]:
-            known[above][:, row] = was[:, row]
+            first = row // each * each
+            known[above][:, first : first + each] = was[:, first : first + each]
     _lacking(done, node, layer, value, ~spoilt)  # the path is that of the masks as they are now
 
 
