@@ -370,6 +370,7 @@ def grouped() -> nn.Module:
         (Tokens, "second", "reached by no signal"),
         (lambda: small(16), "2", "one record alone has 16 windows"),
         (lambda: small(72, nn.GroupNorm(72, 72)), "2", "mixed before the next activation"),
+        (lambda: small(72, nn.LayerNorm([72, 4, 4])), "2", "mixed before the next activation"),
     ],
 )
 def test_layers_that_tell_nothing_say_why(make: Any, name: str, words: str) -> None:

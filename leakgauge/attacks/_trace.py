@@ -113,7 +113,8 @@ class Trace:
         norm = self.module.get_submodule(str(node.target))
         if isinstance(norm, nn.GroupNorm):
             return norm.num_groups < norm.num_channels
-        return isinstance(norm, nn.LayerNorm) and norm.normalized_shape == tuple(self.shape[node])
+        vector = tuple(self.shape[node]) if len(self.shape[node]) == 1 else None
+        return isinstance(norm, nn.LayerNorm) and norm.normalized_shape == vector
 
     def _kind(self, node: fx.Node) -> Kind:
         if node.op == "placeholder":
