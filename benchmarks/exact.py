@@ -3,7 +3,8 @@
     python benchmarks/exact.py train  --net FILE    a trained network, and its test accuracy
     python benchmarks/exact.py nets   --net FILE    one record, on several networks, the trained too
     python benchmarks/exact.py batches              batches on ResNet-18 and ResNet-10, activations
-    python benchmarks/exact.py images --deep 5      images of batches of 4 and 8, ResNet-18
+    python benchmarks/exact.py images --deep 5      images of batches of 4 and 8, ResNet-18, and
+                                                    of 4, ResNet-10 with group norms
     python benchmarks/exact.py stops                defences and precision, one record
 
 Batch norm is in eval mode; separation.py has train mode and several steps.
@@ -292,9 +293,12 @@ def batches(runs: int) -> None:
 
 def recovered(deep: int) -> None:
     print(HEAD.format("network, batch"))
-    for batch in (4, 8):
-        found = each(deep, partial(network, "resnet-18"), batch)
-        print(line(f"resnet-18, {batch} ({deep} batches)", found), flush=True)
+    for name, batch, options in (
+        ("resnet-18", 4, {}), ("resnet-18", 8, {}), ("resnet-10", 4, {"norm": "group"}),
+    ):  # fmt: skip
+        found = each(deep, partial(network, name, **options), batch)
+        title = ", ".join([name, *options.values(), str(batch)])
+        print(line(f"{title} ({deep} batches)", found), flush=True)
 
 
 def stops(runs: int) -> None:

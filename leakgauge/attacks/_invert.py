@@ -31,9 +31,6 @@ def invert(
     go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[Tensor, float]:
     """The image (1, …, normalised) with this value at a node, and by how much it misses it."""
-    relu = trace.kind[node] == "relu"
-    entering = node.all_input_nodes[0] if relu else node  # of an image, a pool: the value itself
-    size = value.square().sum()
     image = 0.1 * torch.randn(1, *trace.shape[trace.input], generator=rng).double()
     image.requires_grad_()
     search = lbfgs([image], evaluations, memory=50)
@@ -42,13 +39,7 @@ def invert(
     def objective() -> Tensor:
         nonlocal best, found
         search.zero_grad()
-        entered = trace.forward(image, [entering])[entering]
-        miss = entered - value
-        if relu:
-            # Convex in what enters the ReLU: active entries are met, inactive ones stay below 0.
-            # On what leaves it, an entry that should be active but is not would have no slope.
-            miss = torch.where(value > 0, miss, entered.relu())
-        loss: Tensor = miss.square().sum() / size
+        loss = missed(trace, node, value, image)
         if not loss.requires_grad:
             raise NotApplicable(f"no derivative leads from {node.name!r} back to the image")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -63,3 +54,17 @@ def invert(
     with suppress(_Settled):
         search.step(objective)  # type: ignore[no-untyped-call]
     return found, best
+
+
+def missed(trace: Trace, node: fx.Node, value: Tensor, image: Tensor) -> Tensor:
+    """By how much an image misses the value of a node, as a share of its energy."""
+    relu = trace.kind[node] == "relu"
+    entering = node.all_input_nodes[0] if relu else node  # of an image, a pool: the value itself
+    entered = trace.forward(image, [entering])[entering]
+    miss = entered - value
+    if relu:
+        # Convex in what enters the ReLU: active entries are met, inactive ones stay below 0.
+        # On what leaves it, an entry that should be active but is not would have no slope.
+        miss = torch.where(value > 0, miss, entered.relu())
+    found: Tensor = miss.square().sum() / value.square().sum()
+    return found

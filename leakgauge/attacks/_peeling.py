@@ -56,9 +56,11 @@ ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
 SILENT = 1e-4  # a pool's entries below this share of the largest are zeros: it has few to judge by
 ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the first
 ROUNDING = 3e-5  # a residual below this is float32's
+GROUPED = 1e-3  # or, behind group norms, one wrong entry's
 NOTICED = 1e-4  # and what a row lacks is so below this share of it
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
+AGAIN = 4  # times that a node is solved anew with entries put right
 TRIES = 8  # such times where one factor solves a layer for all channels
 SMALL = 1e-3  # entries above this share of the largest are not switched off
 
@@ -173,13 +175,16 @@ def _limits(start: Separated, joined: bool) -> tuple[float, float]:
     return max(RESIDUAL, least), max(NEGATIVE, least)
 
 
-def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | None:
+def _solved(
+    done: Peeled, node: fx.Node, again: int = AGAIN
+) -> tuple[Tensor, float, float, bool] | None:
     """The activations of `node`, the residual of their equations, by how much a ReLU's are negative
     and whether equations were joined behind batch norms; None if there are no equations.
 
     Rounding hides which of the smallest activations above are zero. One wrong mask spoils the
     signal of its channel, and so one row of a weight gradient: rows that are unsure or do not fit
-    are left out, and what is then found tells which entries were wrong. They are put right.
+    are left out, and what is then found tells which entries were wrong. They are put right. Behind
+    a group norm the other rows of the group are spoilt a little too: the node is solved `again`.
     """
     trace = done.trace
     every = signals_of(done, node)
@@ -233,10 +238,16 @@ def _solved(done: Peeled, node: fx.Node) -> tuple[Tensor, float, float, bool] | 
         if sum(int(rows.sum()) for rows in spoilt.values()) == before:
             break
     negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
-    if residual < max(ROUNDING, done.start.rough) and negative < NEGATIVE:
-        for layer, lack in left.items():
-            if spoilt[layer].any():
-                _correct(done, node, layer, value, lack, spoilt[layer])
+    grouped = bool(trace.norms) and trace.alone
+    usual = max(GROUPED if grouped else ROUNDING, done.start.rough)
+    if residual < usual and negative < NEGATIVE:
+        switched = [
+            _correct(done, node, layer, value, lack, spoilt[layer])
+            for layer, lack in left.items()
+            if spoilt[layer].any()
+        ]
+        if grouped and again and any(switched):
+            return _solved(done, node, again - 1)
     return value, residual, negative, joined is not None and not direct
 
 
@@ -333,16 +344,17 @@ def _few(rows: Tensor) -> Tensor:
 
 def _correct(
     done: Peeled, node: fx.Node, layer: fx.Node, value: Tensor, lack: Tensor, spoilt: Tensor
-) -> None:
+) -> bool:
     """Switch the entries of the ReLU above a layer whose windows are what its rows lack. The rows
     are looked at again with every entry switched, as the weights of later steps follow from them
     too; a row that is not explained in the end was spoilt by something else, and stays as it was.
     Behind a group norm an entry spoils all rows of its group, and its own most: that is switched.
+    Tells whether any entry was.
     """
     trace, known = done.trace, done.known
     above = trace.activation_above(layer)
     if above is None or above not in known or trace.kind[above] != "relu":
-        return
+        return False
     views = windows(done.entering(layer, node, value), trace.layer(layer))
     if norm_behind(trace, layer) is not None and not trace.alone:
         views = views.clone()
@@ -374,9 +386,9 @@ def _correct(
         left = _lacking(done, node, layer, value, ~spoilt).flatten(1)
     for row in rows:
         if left[row].norm() > limits[row]:
-            first = row // each * each
-            known[above][:, first : first + each] = was[:, first : first + each]
+            known[above][:, row] = was[:, row]
     _lacking(done, node, layer, value, ~spoilt)  # the path is that of the masks as they are now
+    return not torch.equal(known[above] > 0, was > 0)
 
 
 def _lacking(done: Peeled, node: fx.Node, at: fx.Node, value: Tensor, good: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from leakgauge.attacks._finish import finish, stretched
-from leakgauge.attacks._invert import FOUND, invert
+from leakgauge.attacks._invert import FOUND, invert, missed
 from leakgauge.attacks._known import Peeled
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._peeling import Watch, peel
@@ -100,6 +100,8 @@ class ExactRecursion:
             images, misfits = self._finish(done, len(begun.maps), rng, watch)
             if read.trace.norms and done.lowest is not read.trace.input:
                 images = stretched(images, pictures(seen.record))
+                pairs = zip(done.known[done.lowest][:, None], images[:, None], strict=True)
+                misfits = [float(missed(read.trace, done.lowest, *pair)) for pair in pairs]
         chosen = begun.once(records)
         inputs = seen.record.leaving(images[chosen]).clamp(0, 1)
         misfits = [misfits[i] for i in chosen.tolist()]
