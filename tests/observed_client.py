@@ -120,8 +120,11 @@ def client(
     return Client(Observation(whole, update, local, records), batch)
 
 
-def resnet(name: str = "resnet-10", width: float = 0.5, size: int = 32) -> nn.Module:
-    return models.make(name, shape=(3, size, size), classes=10, rng=seeded(), width=width)
+def resnet(
+    name: str = "resnet-10", width: float = 0.5, size: int = 32, norm: str = "batch"
+) -> nn.Module:
+    shape = (3, size, size)
+    return models.make(name, shape=shape, classes=10, rng=seeded(), width=width, norm=norm)
 
 
 def chain(affine: bool = True) -> nn.Module:
@@ -141,10 +144,10 @@ def chain(affine: bool = True) -> nn.Module:
 
 
 def any_affine(model: nn.Module) -> nn.Module:
-    """The model with weights of both signs and biases in its batch norms."""
+    """The model with weights of both signs and biases in its norms."""
     rng = seeded(3)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm2d | nn.GroupNorm):
             size = len(module.weight)
             sign = 1 - 2.0 * (torch.rand(size, generator=rng) < 0.3)
             module.weight.data = sign * (0.5 + torch.rand(size, generator=rng))

@@ -9,17 +9,17 @@ import pytest
 import torch
 from observed_client import (
     Client,
+    any_affine,
     client,
     compared,
     normal,
     peeled,
+    resnet,
     right,
-    seeded,
     separated,
 )
 from torch import Tensor, nn
 
-from leakgauge import models
 from leakgauge.attacks._alone import behind_own_norm, means, norm_of
 from leakgauge.attacks._separation import Separated
 from leakgauge.attacks._trace import Trace
@@ -27,22 +27,9 @@ from leakgauge.attacks.exposure import LayerExposure, exposure
 from leakgauge.errors import NotApplicable
 
 
-def resnet(norm: str = "group") -> nn.Module:
-    """With weights of both signs and biases in its norms."""
-    rng = seeded()
-    model = models.make("resnet-10", shape=(3, 32, 32), classes=10, rng=rng, width=0.5, norm=norm)
-    for module in model.modules():
-        if isinstance(module, nn.GroupNorm):
-            size = len(module.weight)
-            sign = 1 - 2.0 * (torch.rand(size, generator=rng) < 0.3)
-            module.weight.data = sign * (0.5 + torch.rand(size, generator=rng))
-            module.bias.data = 0.3 * torch.randn(size, generator=rng)
-    return model
-
-
 @cache
 def one_step() -> tuple[Client, Separated]:
-    one = client(resnet(), 4)
+    one = client(any_affine(resnet(norm="group")), 4)
     return one, separated(one)
 
 
@@ -55,11 +42,13 @@ def test_the_means_that_a_norm_takes_away() -> None:
     assert torch.allclose(found, torch.cat([part.expand(3, 3, 1) for part in parts]))
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_signals_behind_a_norm_follow_from_those_before_it(groups: int) -> None:
-    """As autograd has them: the two unknowns of each group are those that leave zeros."""
+@pytest.mark.parametrize(("groups", "on"), [(1, 0.0), (4, 0.0), (4, 0.7)])
+def test_signals_behind_a_norm_follow_from_those_before_it(groups: int, on: float) -> None:
+    """As autograd has them: the two unknowns of each group are those that leave zeros, also where
+    few entries are off."""
     norm = nn.GroupNorm(groups, 16).double()
     norm.weight.data, norm.bias.data = 1.5 * normal(16, seed=1), 0.2 * normal(16, seed=2)
+    norm.bias.data += on * norm.weight.data.abs()
     conv = nn.Conv2d(8, 16, 3, padding=1, bias=False)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), conv, norm, nn.ReLU())
     trace = Trace(model, (3, 6, 6))
@@ -78,7 +67,7 @@ def test_signals_behind_a_norm_follow_from_those_before_it(groups: int) -> None:
 
 @pytest.mark.parametrize("norm", ["group", "layer"])
 def test_a_batch_behind_group_norms_is_read_exactly(norm: str) -> None:
-    one = client(resnet(norm), 4) if norm == "layer" else one_step()[0]
+    one = one_step()[0] if norm == "group" else client(any_affine(resnet(norm=norm)), 4)
     right(one, separated(one))
 
 

@@ -359,17 +359,19 @@ def _line(x: Tensor, u: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
     return -mean_x - slope * mean_u, slope
 
 
-def silent(x: Tensor, u: Tensor, records: int, tries: int = 150) -> tuple[Tensor, Tensor, Tensor]:
+def silent(
+    x: Tensor, u: Tensor, records: int, tries: int = 150, part: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
     """a and b of each row, so that as many entries of x + a + b·u as can be are zero: the line
     through two entries that has the nearest quarter of the others nearest, then through those; and
-    how near that quarter is.
+    how near that quarter is. Or another `part` than a fourth.
 
     A mean over positions sends the same signal to all entries of a record that are active, so that
     these lie on a line too: one that only a single record has does not count.
     """
     rng = torch.Generator().manual_seed(0)
     positions = x.shape[1] // records
-    rank, own = max(3, x.shape[1] // 4), min(positions, max(2, positions // 8))
+    rank, own = max(3, x.shape[1] // part), min(positions, max(2, positions // 8))
     best = torch.full((len(x), 1), torch.inf, dtype=x.dtype)
     shift, slope = torch.zeros_like(best), torch.zeros_like(best)
     for _ in range(tries):
