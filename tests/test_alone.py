@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -20,7 +21,7 @@ from observed_client import (
 )
 from torch import Tensor, nn
 
-from leakgauge.attacks._alone import behind_own_norm, means, norm_of
+from leakgauge.attacks._alone import behind_own_norm, means
 from leakgauge.attacks._separation import Separated
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exposure import LayerExposure, exposure
@@ -53,7 +54,7 @@ def test_signals_behind_a_norm_follow_from_those_before_it(groups: int, on: floa
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), conv, norm, nn.ReLU())
     trace = Trace(model, (3, 6, 6))
     (node,) = (n for n in trace.layers() if n.target == "2")
-    at = norm_of(trace, node, next(iter(node.users)))
+    at = trace.norm_behind(node)
     (source,) = trace.sources[node.all_input_nodes[0]]
     maps = normal(3, 8, 6, 6, seed=3).relu()
     before = trace.affine(node, {source: maps}, {}).detach().requires_grad_()
@@ -117,20 +118,55 @@ def test_the_exposure_counts_as_without_a_norm() -> None:
     assert counted(nn.LayerNorm(120)).limit == 100
 
 
-def test_a_norm_of_a_sum_is_refused() -> None:
+@pytest.mark.parametrize("norm", [nn.GroupNorm(4, 24), nn.BatchNorm2d(24)])
+def test_a_norm_of_a_sum_is_refused_and_not_counted_as_exposed(norm: nn.Module) -> None:
     class Summed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Conv2d(3, 24, 3, 2, 1), nn.Conv2d(24, 24, 3, 1, 1)
-            self.norm, self.head = nn.GroupNorm(4, 24), nn.Linear(24, 10)
+            self.skip, self.norm, self.head = nn.Conv2d(24, 24, 1), norm, nn.Linear(24, 10)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x).relu()
-            x = self.norm(self.second(x) + 1.0).relu()
+            x = self.norm(self.second(x) + self.skip(x)).relu()
             return self.head(x.mean((2, 3)))
 
-    with pytest.raises(NotApplicable, match="the group norm behind it sees a sum"):
-        separated(client(Summed(), 1, size=8))
+    one = client(Summed(), 1, size=8, batch_norm="train")
+    with pytest.raises(NotApplicable, match="second: the norm behind it sees a sum"):
+        separated(one)
+    assert one.seen.training is not None
+    told = exposure(one.seen.setting, one.seen.training, 1)
+    assert (told.exposed, told.limit) == (False, 0)
+    assert "the norm behind it sees a sum" in {layer.reason for layer in told.layers}
+
+
+class Around(nn.Module):
+    """What the layer that tells the records apart sees goes around it too."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        widths = [3, 24, 64, 128, 128]
+        sizes = zip(widths, widths[1:], (2, 2, 1, 1), strict=False)
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, s, 1, bias=False) for i, o, s in sizes)
+        self.norms = nn.ModuleList(norm(outputs) for outputs in widths[1:])
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in list(zip(self.convs, self.norms, strict=True))[:3]:
+            x = norm(conv(x)).relu()
+        x = (self.norms[3](self.convs[3](x)) + x).relu()
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("norm", [lambda c: nn.GroupNorm(8, c), nn.BatchNorm2d])
+def test_a_skip_around_the_layer_tells_sizes_in_the_end(norm: Callable[[int], nn.Module]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        one = client(any_affine(Around(norm)), 3, size=16, batch_norm="train")
+    done = peeled(one, separated(one))
+    assert len(done.known) == 2, done.stopped
+    for node, value in done.known.items():
+        compared(done.start, value, one.truth(node.name))
 
 
 def test_a_bias_before_a_norm_ends_the_peeling_in_words() -> None:

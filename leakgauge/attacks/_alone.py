@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 from leakgauge.attacks._steps import silent
 from leakgauge.attacks._trace import Trace
-from leakgauge.errors import NotApplicable
 
 
 def groups_of(norm: nn.Module) -> int:
@@ -32,19 +31,6 @@ def means(x: Tensor, groups: int) -> Tensor:
     parts = x.reshape(groups, -1, *x.shape[1:])
     found = parts.mean((1, 3), keepdim=True).expand(*parts.shape[:3], 1)
     return found.reshape(*x.shape[:2], 1)
-
-
-def norm_of(trace: Trace, layer: fx.Node, top: fx.Node) -> fx.Node | None:
-    """The group norm between a layer and the node up to which signals are known."""
-    node = layer
-    while node is not top:
-        before = node
-        (node,) = node.users
-        if node in trace.norms:
-            if before is not layer:
-                raise NotApplicable("the group norm behind it sees a sum")
-            return node
-    return None
 
 
 def behind_own_norm(

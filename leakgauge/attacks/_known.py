@@ -109,7 +109,7 @@ def signals_of(done: Peeled, node: fx.Node) -> list[Rows]:
         and node in (sources := trace.sources[layer.all_input_nodes[0]])
         and sources <= reach
     ]
-    behind = {layer: norm_behind(trace, layer) for layer in layers}
+    behind = {layer: trace.norm_behind(layer) for layer in layers}
     places = {layer: norm or layer for layer, norm in behind.items()}
     found: dict[fx.Node, Tensor] = {}
     for step, weights in done.steps:
@@ -118,12 +118,6 @@ def signals_of(done: Peeled, node: fx.Node) -> list[Rows]:
                 shape = (len(start.maps), *slope.shape[1:])
                 found.setdefault(layer, slope.new_zeros(shape))[step] = slope
     return [Rows(layer, behind[layer], slope) for layer, slope in found.items() if slope.any()]
-
-
-def norm_behind(trace: Trace, layer: fx.Node) -> fx.Node | None:
-    """The norm that a layer's output enters, and nothing else."""
-    users = list(layer.users)
-    return users[0] if len(users) == 1 and users[0] in trace.norms else None
 
 
 def slopes_at(

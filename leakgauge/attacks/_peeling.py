@@ -30,7 +30,6 @@ from leakgauge.attacks._known import (
     Peeled,
     Rows,
     forward_equation,
-    norm_behind,
     signals_of,
     slopes_at,
     telling,
@@ -106,6 +105,8 @@ def peel(
     norms ends there."""
     known, unsure = {start.source: start.maps}, {start.source: start.unsure}
     done = Peeled(trace, gradient, start, known, unsure, enough=enough, brief=brief)
+    if len(trace.unpooled(start.source).users) > 1:  # the separation leaves its size open
+        _hold(done, start.source, start.maps)
     _down(done, watch, reach)
     while done.stopped and rng is not None and _on(done, watch, reach):
         try:
@@ -119,6 +120,13 @@ def peel(
         done.known[again.source], done.unsure[again.source] = again.maps, again.unsure
         _down(done, watch, reach)
     return done
+
+
+def _hold(done: Peeled, node: fx.Node, value: Tensor) -> None:
+    """Take this value for that of the node, in the size that the bias below tells."""
+    done.known[node] = value
+    for _ in range(ANCHORINGS if done.trace.norms else 0):
+        done.known[node] = _anchored(done, node, done.known[node])
 
 
 def _on(done: Peeled, watch: Watch, reach: str) -> bool:
@@ -161,9 +169,7 @@ def _down(done: Peeled, watch: Watch, reach: str) -> None:
             break
         if trace.rectified(node):
             value, done.unsure[node] = rectified(value, done.start.rough)
-        done.known[node] = value
-        for _ in range(ANCHORINGS if trace.norms else 0):
-            done.known[node] = _anchored(done, node, done.known[node])
+        _hold(done, node, value)
 
 
 def _limits(start: Separated, joined: bool) -> tuple[float, float]:
@@ -356,7 +362,7 @@ def _correct(
     if above is None or above not in known or trace.kind[above] != "relu":
         return False
     views = windows(done.entering(layer, node, value), trace.layer(layer))
-    if norm_behind(trace, layer) is not None and not trace.alone:
+    if trace.norm_behind(layer) is not None and not trace.alone:
         views = views.clone()
         for step, _ in done.steps:
             views[step] -= views[step].mean((0, 1))
@@ -366,7 +372,7 @@ def _correct(
     limits = (EXPLAINED * begun.norm(dim=1)).maximum(
         NOTICED * done.observed(layer).flatten(1).norm(dim=1)
     )
-    norm = norm_behind(trace, layer)
+    norm = trace.norm_behind(layer)
     groups = groups_of(trace.module.get_submodule(str(norm.target))) if norm is not None else 0
     each = len(begun) // groups if groups else 1  # rows that an entry spoils
     rows, left = spoilt.nonzero().flatten().tolist(), begun

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from leakgauge.attacks._alone import behind_own_norm, norm_of
+from leakgauge.attacks._alone import behind_own_norm
 from leakgauge.attacks._layers import gradient_sum, told
 from leakgauge.attacks._linear import least_squares
 from leakgauge.attacks._path import Path
@@ -151,6 +151,11 @@ def _top(trace: Trace, layer: fx.Node, records: int) -> fx.Node:
     top = layer if above is None else above.all_input_nodes[0]
     if not trace.all_paths_meet(top):
         raise NotApplicable("other layers pass signals around it")
+    node = layer
+    while node is not top:
+        before, (node,) = node, node.users
+        if node in trace.norms and before is not layer:
+            raise NotApplicable("the norm behind it sees a sum")
     return top
 
 
@@ -210,7 +215,7 @@ def read(
         if len(steps) > 1:
             at_top = found.behind_norm(_sent(trace, top, at_top, steps, path))
     else:
-        steps, norm = (torch.arange(records),), norm_of(trace, node, top)
+        steps, norm = (torch.arange(records),), trace.norm_behind(node)
         if norm is not None:
             maps, at_norm = _behind_own_norm(trace, gradient, node, norm, maps, signals, slack)
             at_top = at_norm / _scale(trace, norm, top)

@@ -145,16 +145,6 @@ def amounts_below(
     return found
 
 
-def _norm_behind(trace: Trace, layer: fx.Node) -> fx.Node:
-    """The batch norm that a layer's output enters first."""
-    node = layer
-    while node not in trace.norms:
-        (node,) = node.users
-    if node.all_input_nodes[0] is not layer:
-        raise NotApplicable("the batch norm behind it sees a sum")
-    return node
-
-
 @dataclass
 class _Passed:
     """One step's signals at a layer, by which those behind its batch norm are x + a + b·û."""
@@ -194,7 +184,7 @@ class AtLayer:
     path: Path
 
     def __post_init__(self) -> None:
-        self.norm = _norm_behind(self.trace, self.layer)
+        (self.norm,) = self.layer.users
 
     def times(self, amounts: Tensor) -> None:
         """Every record's signals by its own amount, and its maps by the inverse."""

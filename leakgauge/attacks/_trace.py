@@ -293,6 +293,11 @@ class Trace:
             for user in node.users
         )
 
+    def norm_behind(self, layer: fx.Node) -> fx.Node | None:
+        """The norm that a layer's output enters, and nothing else."""
+        users = list(layer.users)
+        return users[0] if len(users) == 1 and users[0] in self.norms else None
+
     def activation_above(self, layer: fx.Node) -> fx.Node | None:
         """The activation that a layer's output enters, entry by entry but for norms."""
         node = layer
