@@ -26,6 +26,7 @@ from observed_client import (
 )
 from torch import Tensor, fx, nn
 
+from leakgauge.attacks._channels import MIXED, Mixed
 from leakgauge.attacks._joined import joined_at
 from leakgauge.attacks._known import Peeled, signals_of
 from leakgauge.attacks._linear import most
@@ -41,6 +42,32 @@ from leakgauge.types import (
     Resources,
     Target,
 )
+
+
+def test_a_fixed_point_is_reached_in_a_fraction_of_the_rounds() -> None:
+    """x ← Ax + b with the slowest part shrinking by a twentieth per round."""
+    axes = torch.linalg.qr(normal(40, 40)).Q
+    shrinks = torch.linspace(-0.3, 0.95, 40, dtype=torch.float64)
+    shift, target = normal(8, 5, seed=1), torch.zeros(8, 5, dtype=torch.float64)
+
+    def follow(x: Tensor) -> Tensor:
+        return (axes @ (shrinks * (axes.T @ x.flatten()))).view(8, 5) + shift
+
+    for _ in range(2000):
+        target = follow(target)
+
+    def rounds(mixed: Mixed | None) -> int:
+        x = torch.zeros((), dtype=torch.float64)
+        for number in range(1000):
+            found = follow(x.expand(8, 5))
+            x = found if mixed is None else mixed(x, found)
+            if float((x - target).norm() / target.norm()) < 1e-9:
+                return number
+        raise AssertionError("it did not converge")
+
+    mixed = Mixed()
+    assert rounds(mixed) < rounds(None) / 3
+    assert len(mixed.found) <= MIXED
 
 
 def test_the_layer_below_is_peeled_in_train_mode() -> None:

@@ -28,6 +28,7 @@ from leakgauge.errors import NotApplicable
 NOISY = 1e-5  # roughness of the separated maps from which on noise outweighs rounding
 RIDGE = 1e-12  # added to the normal equations, as a share of their diagonal
 NORM_ROUNDS = 150  # times that a batch norm's statistics follow from what was solved with them
+MIXED = 6  # solutions of which the next one to try is mixed
 NORM_SOLVED = 1e-7  # by how much they may still move at the end
 SIZED = 0.1  # share by which signals whose size no bias told may be off
 GROUND = 3e-4  # entries this near a channel's least, as a share of its range, are its zeros
@@ -50,7 +51,9 @@ def by_channel(
     for system in systems:
         system.good = good[system.rows.layer]
     value, null = torch.zeros(()), None
+    mixed = Mixed()
     for _ in range(NORM_ROUNDS):
+        before = value
         sums = [system.equations(flat[0]) for system in systems]
         normal, right = (torch.stack(part).sum(0) for part in zip(*sums, strict=True))
         normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()))
@@ -63,6 +66,7 @@ def by_channel(
             break
         if all(system.rows.norm for system in systems):  # without one its size is told
             value = usual_size(done, node, value)
+        value = mixed(before, value)
         moved = max(system.follow(node, value) for system in systems)
         if moved < NORM_SOLVED:
             break
@@ -74,6 +78,36 @@ def by_channel(
     size = sum(float(s.target[s.good].square().sum()) for s in systems) ** 0.5
     residual = sum(float(k.square().sum()) for k in kept) ** 0.5 / size
     return value, residual, lacks
+
+
+class Mixed:
+    """What x = G(x) is tried at next: of the last few tries the combination whose misses G(x) − x
+    cancel best (Anderson's mixing), which takes a fraction of the rounds of x ← G(x). Where a miss
+    has grown it begins anew."""
+
+    def __init__(self) -> None:
+        self.misses: list[Tensor] = []
+        self.found: list[Tensor] = []
+
+    def __call__(self, tried: Tensor, found: Tensor) -> Tensor:
+        if tried.shape != found.shape:  # the first has nothing before it
+            return found
+        miss = (found - tried).flatten()
+        if self.misses and miss.norm() > self.misses[-1].norm():
+            self.misses, self.found = [], []
+        self.misses, self.found = [*self.misses, miss][-MIXED:], [*self.found, found][-MIXED:]
+        if len(self.found) == 1:
+            return found
+        pairs = zip(self.misses, self.misses[1:], strict=False)
+        steps = torch.stack([one - other for one, other in pairs])
+        sizes = steps.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        steps = steps / sizes
+        gram = steps @ steps.T + 1e-10 * torch.eye(len(steps)).to(steps)
+        shares = torch.linalg.solve(gram, steps @ miss)[:, None] / sizes
+        pairs = zip(self.found, self.found[1:], strict=False)
+        moves = torch.stack([(one - other).flatten() for one, other in pairs])
+        next_: Tensor = found - (shares * moves).sum(0).view(found.shape)
+        return next_
 
 
 class System:
@@ -127,6 +161,12 @@ class System:
         gamma = self.gamma()[:, :, None]
         told = torch.where(gamma.abs() > 1e-6, self.told / gamma, 0.0)
         self.normal = torch.where(self.active > 0, told, self.normal)
+
+    def begin(self, other: System) -> None:
+        """Take û and σ from where another solution of this layer ended."""
+        if self.rows.norm is not None:
+            self.normal, self.sigma = other.normal, other.sigma
+            self.behind()
 
     def gamma(self) -> Tensor:
         """The weights of the norm in the step of each record: (outputs, N)."""

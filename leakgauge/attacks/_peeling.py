@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -55,11 +56,11 @@ ANCHORED = 0.1  # share by which signals may fail to add up to a bias's gradient
 SILENT = 1e-4  # a pool's entries below this share of the largest are zeros: it has few to judge by
 ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the first
 ROUNDING = 3e-5  # a residual below this is float32's
-GROUPED = 1e-3  # or, behind group norms, one wrong entry's
+GROUPED = 1e-2  # or, behind group norms, one wrong entry's
 NOTICED = 1e-4  # and what a row lacks is so below this share of it
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
-AGAIN = 4  # times that a node is solved anew with entries put right
+AGAIN = 6  # times that a node is solved anew with entries put right
 TRIES = 8  # such times where one factor solves a layer for all channels
 SMALL = 1e-3  # entries above this share of the largest are not switched off
 
@@ -182,7 +183,7 @@ def _limits(start: Separated, joined: bool) -> tuple[float, float]:
 
 
 def _solved(
-    done: Peeled, node: fx.Node, again: int = AGAIN
+    done: Peeled, node: fx.Node, again: int = AGAIN, before: Sequence[System] = ()
 ) -> tuple[Tensor, float, float, bool] | None:
     """The activations of `node`, the residual of their equations, by how much a ReLU's are negative
     and whether equations were joined behind batch norms; None if there are no equations.
@@ -190,7 +191,8 @@ def _solved(
     Rounding hides which of the smallest activations above are zero. One wrong mask spoils the
     signal of its channel, and so one row of a weight gradient: rows that are unsure or do not fit
     are left out, and what is then found tells which entries were wrong. They are put right. Behind
-    a group norm the other rows of the group are spoilt a little too: the node is solved `again`.
+    a group norm the other rows of the group are spoilt a little too: the node is solved `again`,
+    from the statistics found `before`.
     """
     trace = done.trace
     every = signals_of(done, node)
@@ -220,10 +222,13 @@ def _solved(
             "activation looks at it alone"
         )
     systems = [System(done, node, rows) for rows in every] if direct else []
+    for system, last in zip(systems, before, strict=False):
+        system.begin(last)
     value = done.start.maps.new_zeros(len(done.start.maps), *trace.shape[node])
     residual = math.inf
     left: dict[fx.Node, Tensor] = {}
-    for _ in range(TRIES if direct else ROUNDS):
+    grouped = bool(trace.norms) and trace.alone
+    for _ in range((2 if grouped and again else TRIES) if direct else ROUNDS):
         good = {layer: ~rows for layer, rows in spoilt.items()}
         if direct:
             value, residual, left = by_channel(done, node, systems, good)
@@ -235,25 +240,24 @@ def _solved(
             ]
             value, residual = solve(equations, value)
             left = {r.layer: _misfit(done, node, r.layer, r.signal, value) for r in every}
-        before = sum(int(rows.sum()) for rows in spoilt.values())
+        count = sum(int(rows.sum()) for rows in spoilt.values())
         for layer, lack in left.items():
             out = _stands_out(lack, good[layer])
             if residual < ROUNDING:  # a row of small signals can be wrong and hardly be seen in it
                 out &= _share(lack, done.observed(layer)) > NOTICED
             spoilt[layer] = _few(spoilt[layer] | out)
-        if sum(int(rows.sum()) for rows in spoilt.values()) == before:
+        if sum(int(rows.sum()) for rows in spoilt.values()) == count:
             break
     negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
-    grouped = bool(trace.norms) and trace.alone
     usual = max(GROUPED if grouped else ROUNDING, done.start.rough)
-    if residual < usual and negative < NEGATIVE:
+    if residual < usual and (grouped or negative < NEGATIVE):
         switched = [
             _correct(done, node, layer, value, lack, spoilt[layer])
             for layer, lack in left.items()
             if spoilt[layer].any()
         ]
         if grouped and again and any(switched):
-            return _solved(done, node, again - 1)
+            return _solved(done, node, again - 1, systems)
     return value, residual, negative, joined is not None and not direct
 
 
