@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 import torch
 from observed_client import (
+    EXACT,
+    SETTINGS,
     Client,
     any_affine,
     client,
@@ -17,15 +19,21 @@ from observed_client import (
     peeled,
     resnet,
     right,
+    seeded,
     separated,
 )
 from torch import Tensor, nn
 
-from leakgauge.attacks._alone import behind_own_norm, means
+from leakgauge.attacks._alone import OwnNorm, means
+from leakgauge.attacks._path import Path
 from leakgauge.attacks._separation import Separated
 from leakgauge.attacks._trace import Trace
+from leakgauge.attacks.exact_recursion import ExactRecursion
 from leakgauge.attacks.exposure import LayerExposure, exposure
 from leakgauge.errors import NotApplicable
+from leakgauge.metrics import psnr
+from leakgauge.metrics.assign import optimal
+from leakgauge.types import LocalTraining
 
 
 @cache
@@ -62,7 +70,8 @@ def test_signals_behind_a_norm_follow_from_those_before_it(groups: int, on: floa
     sent = normal(*behind.shape, seed=4) * (behind > 0)
     (signals,) = torch.autograd.grad(behind, before, sent)
     assert at is not None
-    found = behind_own_norm(trace, node, at, source, maps, signals)
+    path = Path(trace.parameters(), {}, LocalTraining(batch_size=3), 1)
+    found = OwnNorm(trace, {}, node, at, source, path).passed(maps, signals).signals
     assert float((found - sent).norm() / sent.norm()) < 1e-8
 
 
@@ -90,6 +99,68 @@ def test_a_wrong_mask_that_spoils_a_group_is_put_right() -> None:
     done = peeled(one, replace(found, maps=maps))
     assert float(done.known[done.trace.named("layer4_0_act1")][place]) > 0
     compared(found, done.known[done.trace.named("layer3_0_act2")], one.truth("layer3_0_act2"))
+
+
+class Chain(nn.Module):
+    """Four convolutions for 16 × 16 images, each with a group norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 24, 48, 96, 128]
+        sizes = zip(widths, widths[1:], (1, 2, 2, 1), strict=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, s, 1, bias=False) for i, o, s in sizes)
+            self.head = nn.Linear(128, 10)
+        self.norms = nn.ModuleList(nn.GroupNorm(8, outputs) for outputs in widths[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def in_two_steps(lr: float) -> Client:
+    model = any_affine(Chain())
+    return client(model, 4, size=16, batch_size=2, steps=2, lr=lr, **SETTINGS)
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-5])
+def test_records_are_told_into_steps_and_peeled_at_their_weights(lr: float) -> None:
+    one = in_two_steps(lr)
+    found = separated(one)
+    right(one, found)
+    done = peeled(one, found, 2)
+    assert [node.name for node in done.known] == ["relu_2", "relu_1"]
+    for node, value in done.known.items():
+        compared(found, value, one.truth(node.name))
+
+
+def test_weights_of_a_later_step_are_known_at_the_layer_and_its_norm() -> None:
+    one = in_two_steps(1e-2)
+    first, later = one.weights()
+    found = separated(one).path.weights[1]
+    for name in ("convs.3.weight", "norms.3.weight", "norms.3.bias"):
+        moved = later[name] - first[name]
+        assert float((found[name] - later[name]).norm() / moved.norm()) < 1e-3
+
+
+def test_steps_that_leave_the_weights_where_they_are_are_taken_for_one() -> None:
+    one = in_two_steps(1e-7)
+    found = separated(one)
+    assert [len(step) for step in found.steps] == [4]
+    true = torch.cat(one.truth(found.source.name)).flatten(1)
+    distance = torch.cdist(found.maps.flatten(1), true) / true.norm(dim=1)
+    assert distance.argmin(1).sort().values.tolist() == [0, 1, 2, 3]
+    assert float(distance.min(1).values.max()) < EXACT
+
+
+def test_images_of_two_steps_are_found_at_the_weights_of_each() -> None:
+    one = in_two_steps(1e-2)
+    guess = ExactRecursion().reconstruct(one.seen, seeded())
+    found = guess.inputs[optimal(guess.inputs, one.batch.inputs)]
+    assert float(psnr(found, one.batch.inputs).min()) > 80
+    assert guess.residual < 1e-4
 
 
 def vectors(norm: nn.Module) -> nn.Module:

@@ -56,7 +56,7 @@ class Peeled:
     def sized(self) -> list[Tensor]:
         """The records whose activations have one size in common, which a norm leaves open."""
         if self.trace.alone:
-            return list(torch.arange(len(self.start.maps))[:, None])
+            return list(torch.cat(self.start.steps)[:, None])
         return list(self.start.steps)
 
     def observed(self, layer: fx.Node) -> Tensor:

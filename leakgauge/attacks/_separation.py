@@ -15,6 +15,7 @@ docs/methods/separation.md has the algebra.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from leakgauge.attacks._alone import behind_own_norm
+from leakgauge.attacks._alone import OwnNorm
 from leakgauge.attacks._layers import gradient_sum, told
 from leakgauge.attacks._linear import least_squares
 from leakgauge.attacks._path import Path
@@ -57,7 +58,7 @@ class Separated:
     labels: Tensor
     misfit: float  # share of the layer's gradient that the records found do not explain
     rough: float  # share by which noise may have moved the maps
-    steps: tuple[Tensor, ...]  # which of them were normalised together, in one local step
+    steps: tuple[Tensor, ...]  # which of them were in one local step, where that is told
     path: Path  # the weights of those steps, where the update tells them
     sizes: tuple[int, ...]  # how many records each step had, whether they were told apart or not
 
@@ -201,7 +202,8 @@ def read(
     # Contiguous: for a single record, PyTorch's batch norm misreads a gradient of other strides.
     signals = signals.view(records, positions, -1).transpose(1, 2).contiguous().view(records, *out)
     slack = slack_of(sizes, rough)
-    count = len(sizes) if centred else 1
+    norm = trace.norm_behind(node)
+    count = len(sizes) if norm is not None else 1
     if path is None or path.steps != count:
         path = Path(trace.parameters(), gradient, training, count)
     if centred:
@@ -214,15 +216,15 @@ def read(
         maps, steps, at_top = found.maps, found.steps, found.behind_norm()
         if len(steps) > 1:
             at_top = found.behind_norm(_sent(trace, top, at_top, steps, path))
+    elif norm is not None:
+        maps, at_top, steps, path = _behind_own_norm(
+            trace, gradient, node, norm, top, maps, signals, sizes, path, slack
+        )
     else:
-        steps, norm = (torch.arange(records),), trace.norm_behind(node)
-        if norm is not None:
-            maps, at_norm = _behind_own_norm(trace, gradient, node, norm, maps, signals, slack)
-            at_top = at_norm / _scale(trace, norm, top)
-        else:
-            at_top = signals / _scale(trace, node, top)
-            amounts = _amounts(trace, gradient, node, top, at_top, signals, slack)
-            maps, at_top = _times(maps, 1 / amounts), _times(at_top, amounts)
+        steps = (torch.arange(records),)
+        at_top = signals / _scale(trace, node, top)
+        amounts = _amounts(trace, gradient, node, top, at_top, signals, slack)
+        maps, at_top = _times(maps, 1 / amounts), _times(at_top, amounts)
     labels = torch.full((records,), -1)
     return Separated(
         node, top, at_top, source, maps, unsure, labels, misfit, rough, steps, path, sizes
@@ -288,21 +290,42 @@ def _behind_own_norm(
     gradient: Named,
     node: fx.Node,
     norm: fx.Node,
+    top: fx.Node,
     maps: Tensor,
     signals: Tensor,
+    sizes: tuple[int, ...],
+    path: Path,
     slack: float,
-) -> tuple[Tensor, Tensor]:
-    """Maps and the signals behind the group norm that a layer's output enters. The norm leaves open
-    how large maps are, but for its ε and a bias before it."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Path]:
+    """Maps, the signals at the node above the group norm that a layer's output enters, who was in
+    which step, and the weights of those. The norm leaves open how large maps are, but for its ε and
+    a bias before it."""
     (source,) = trace.sources[node.all_input_nodes[0]]
+    at = OwnNorm(trace, gradient, node, norm, source, path)
     bias = trace.layer(node).bias
-    if bias is not None and (bias.any() or trace.told(node, "bias", gradient)):
+    biased = bias is not None and bool(bias.any() or trace.told(node, "bias", gradient))
+
+    def below(rows: Sequence[tuple[Tensor, Named]]) -> Tensor:
+        return amounts_below(trace, gradient, node, source, maps, signals, rows)
+
+    if biased:
         amounts = _amounts(trace, gradient, node, node, signals, signals, slack)
-    else:
-        alone: list[tuple[Tensor, Named]] = [(row, {}) for row in torch.arange(len(maps))[:, None]]
-        amounts = amounts_below(trace, gradient, node, source, maps, signals, alone)
+    else:  # about, as the weights of their steps are not known yet
+        amounts = below([(row, {}) for row in torch.arange(len(maps))[:, None]])
     maps, signals = _times(maps, 1 / amounts), _times(signals, amounts)
-    return maps, behind_own_norm(trace, node, norm, source, maps, signals)
+    steps = at.in_steps(maps, signals, sizes) if len(sizes) > 1 else None
+    if steps is None:  # they are taken for one
+        steps = (torch.arange(len(maps)),)
+        at.path = Path(path.before, gradient, path.training, 1)
+    elif not biased:
+        pairs = zip(steps, path.weights, strict=True)
+        amounts = below([(row, weights) for step, weights in pairs for row in step[:, None]])
+        maps, signals = _times(maps, 1 / amounts), _times(signals, amounts)
+    found = at.behind(maps, signals, steps)
+    for step, weights in zip(steps, at.path.weights, strict=True):
+        with trace.holding(weights):
+            found[step] = found[step] / _scale(trace, norm, top)
+    return maps, found, steps, at.path
 
 
 def _times(values: Tensor, amounts: Tensor) -> Tensor:

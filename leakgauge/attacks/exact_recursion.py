@@ -27,14 +27,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from leakgauge.attacks._finish import finish, stretched
 from leakgauge.attacks._invert import FOUND, invert, missed
-from leakgauge.attacks._known import Peeled
 from leakgauge.attacks._layers import told
 from leakgauge.attacks._peeling import Watch, peel
 from leakgauge.attacks._separation import gradient_of, separate, traced
+from leakgauge.attacks._trace import Trace
 from leakgauge.errors import InputError
 from leakgauge.fl.local import advance, minibatches, outputs, ready, start
 from leakgauge.papers import Paper
@@ -94,20 +94,14 @@ class ExactRecursion:
         _, records = told(seen, NAME)
         read = Read(seen, rng, resources, records)
         begun, done, watch = read.begun, read.done, read.watch
-        if trace_together(done):
-            images, misfits = self._together(read, rng)
-        else:
-            images, misfits = self._finish(done, len(begun.maps), rng, watch)
-            if read.trace.norms and done.lowest is not read.trace.input:
-                images = stretched(images, pictures(seen.record))
-                pairs = zip(done.known[done.lowest][:, None], images[:, None], strict=True)
-                misfits = [float(missed(read.trace, done.lowest, *pair)) for pair in pairs]
+        search = self._alone if done.trace.alone else self._together
+        images, misfits = search(read, rng)
         chosen = begun.once(records)
         inputs = seen.record.leaving(images[chosen]).clamp(0, 1)
         misfits = [misfits[i] for i in chosen.tolist()]
         met = sum(misfit < FOUND for misfit in misfits)
         notes = [f"the peeling stopped at {done.stopped}"] if done.stopped else []
-        if trace_together(done):
+        if not done.trace.alone:
             notes.append(
                 "batch norm ties the images of a batch together: they are searched at once, which "
                 "needs a start: the attack separate-and-decode has one, this attack has none"
@@ -132,27 +126,39 @@ class ExactRecursion:
         images, misfits = read.finish(begin, self.evaluations // 4)
         return images.double(), misfits.tolist()
 
-    def _finish(
-        self, done: Peeled, records: int, rng: torch.Generator, watch: Watch
-    ) -> tuple[Tensor, list[float]]:
-        """Normalised images, and how far each misses the activations known of it."""
-        trace = done.trace
-        if trace.input in done.known:
-            return done.known[trace.input], [0.0] * records
-        images, misfits = [], []
-        for n in range(records):
-            value = done.known[done.lowest][n : n + 1]
-            tries: list[tuple[float, Tensor]] = []
-            while not tries or (
-                len(tries) < self.restarts and min(t[0] for t in tries) > FOUND and watch.open()
-            ):
-                image, misfit = invert(trace, done.lowest, value, rng, self.evaluations, watch.open)
-                tries.append((misfit, image))
-            misfit, image = min(tries, key=lambda one: one[0])
-            images.append(image)
-            misfits.append(misfit)
-            watch(misfit)
-        return torch.cat(images), misfits
+    def _alone(self, read: Read, rng: torch.Generator) -> tuple[Tensor, list[float]]:
+        """Normalised images, searched one by one, and how far each misses the activations known of
+        it. Steps that were told apart are taken in turn: with the images of one its training is
+        replayed, which gives the weights of all layers that the next began with."""
+        node, steps = read.done.lowest, read.begun.steps
+        value, misfits = read.done.known[node], [0.0] * len(read.begun.maps)
+        if node is read.trace.input:
+            return value, misfits
+        images = torch.zeros(len(value), *read.trace.shape[read.trace.input]).to(value)
+        for number, step in enumerate(steps):
+            trace = read.trace.moved(read.weights[number])
+            for n in step.tolist():
+                images[n] = self._found(trace, node, value[n : n + 1], rng, read.watch)[0]
+            if trace.norms:
+                images[step] = stretched(images[step], pictures(read.seen.record))
+            for n in step.tolist():
+                misfits[n] = float(missed(trace, node, value[n : n + 1], images[n : n + 1]))
+            if number + 1 < len(steps):
+                read.weights, _ = read.replayed(images)
+        return images, misfits
+
+    def _found(
+        self, trace: Trace, node: fx.Node, value: Tensor, rng: torch.Generator, watch: Watch
+    ) -> Tensor:
+        tries: list[tuple[float, Tensor]] = []
+        while not tries or (
+            len(tries) < self.restarts and min(t[0] for t in tries) > FOUND and watch.open()
+        ):
+            image, misfit = invert(trace, node, value, rng, self.evaluations, watch.open)
+            tries.append((misfit, image))
+        misfit, image = min(tries, key=lambda one: one[0])
+        watch(misfit)
+        return image
 
 
 class Read:
@@ -256,11 +262,6 @@ class Read:
         return _norm([found[n] - u for n, u in self.seen.update.items()]) / _norm(
             list(self.seen.update.values())
         )
-
-
-def trace_together(done: Peeled) -> bool:
-    """Whether images cannot be found one by one: batch norm in train mode, or several steps."""
-    return not done.trace.alone or len(done.start.steps) > 1
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

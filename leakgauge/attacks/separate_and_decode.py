@@ -29,7 +29,7 @@ from torch import Tensor
 
 from leakgauge.attacks._decoder import Fit, decode, fit
 from leakgauge.attacks._layers import rehearsing
-from leakgauge.attacks.exact_recursion import ExactRecursion, Read, trace_together
+from leakgauge.attacks.exact_recursion import ExactRecursion, Read
 from leakgauge.errors import NotApplicable, Withheld
 from leakgauge.fl.local import train
 from leakgauge.papers import Paper
@@ -134,9 +134,8 @@ class SeparateAndDecode:
                 f"its decoders read from {' and '.join(kept.facts['nodes']) or 'no node'}, and of "
                 f"this update the activations were read no further than {read.done.lowest.name}"
             )
-        groups = (
-            read.begun.steps if trace_together(read.done) else (torch.arange(len(found[name])),)
-        )
+        alone = read.trace.alone
+        groups = (torch.arange(len(found[name])),) if alone else read.begun.steps
         images = torch.zeros(len(found[name]), *read.trace.shape[read.trace.input])
         for group in groups:
             images[group] = read.seen.record.entering(decode(kept, name, found[name][group]))
