@@ -1,4 +1,4 @@
-"""What the tests share: one thread, a seeded generator, a small model and an easy data set."""
+"""What the tests share: a thread, a seed, a seeded generator, a small model, an easy data set."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    """Layers that a test makes without a seed begin with the same weights each time."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

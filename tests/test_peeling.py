@@ -70,6 +70,14 @@ def test_a_fixed_point_is_reached_in_a_fraction_of_the_rounds() -> None:
     assert len(mixed.found) <= MIXED
 
 
+def test_a_mixture_that_made_it_worse_is_forgotten() -> None:
+    mixed = Mixed()
+    tried, near, far = normal(6), normal(6, seed=1), 9 * normal(6, seed=2)
+    mixed(tried, near)
+    assert torch.equal(mixed(tried, far), far)
+    assert len(mixed.found) == 1
+
+
 def test_the_layer_below_is_peeled_in_train_mode() -> None:
     one, found = one_step()
     done = peeled(one, found, 2)
