@@ -114,7 +114,8 @@ def test_forty_trials_on_two_workers_are_those_of_two_processes(two_cpus, tmp_pa
     assert {trial.status for trial in result.trials} == {"done"}
     assert kept(tmp_path / "ray") == kept(tmp_path / "here")
     assert {total for _, total, _ in steps} == {20}
-    assert said == []
+    busy = "Ray has no free CPU yet for the first trial"  # where other tests have all of them
+    assert [line for line in said if not line.startswith(busy)] == []
 
 
 def test_killed_workers_change_nothing_else(two_cpus, tmp_path):
