@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from leakgauge.attacks._alone import OwnNorm, means
 from leakgauge.attacks._channels import System
 from leakgauge.attacks._path import Path
+from leakgauge.attacks._peeling import _hold
 from leakgauge.attacks._separation import Separated
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import ExactRecursion
@@ -89,6 +90,25 @@ def test_the_layers_below_are_peeled() -> None:
     assert [node.name for node in done.known] == ["layer4_0_act1", "layer3_0_act2", "layer3_0_act1"]
     for node, value in done.known.items():
         compared(found, value, one.truth(node.name))
+
+
+def test_sizes_come_from_channels_with_sure_masks() -> None:
+    one, found = one_step()
+    done = peeled(one, found)
+    node = done.lowest
+    value = done.known[node]
+    small = (value > 0) & (value < 1e-3 * value.max())  # these are taken for zero
+    spoilt, unsure = value.masked_fill(small, 0.0), small.any(3).any(2).any(0)
+    assert 40 < unsure.sum() < 100
+    factors = torch.tensor([0.98, 0.99, 1.01, 1.02]).double()[:, None, None, None]
+
+    def off(unsure: Tensor) -> float:
+        done.unsure[node] = unsure
+        _hold(done, node, spoilt * factors)
+        return float((done.known[node] - spoilt).norm() / spoilt.norm())
+
+    told, not_told = off(unsure), off(torch.zeros_like(unsure))
+    assert told < 1e-4 < 1e-3 < not_told
 
 
 def test_a_wrong_mask_that_spoils_a_group_is_put_right(monkeypatch: pytest.MonkeyPatch) -> None:

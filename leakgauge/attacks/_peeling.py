@@ -285,11 +285,13 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
             sums.append(each.T if trace.alone else each.sum(0)[:, None])
         own.append(2 * sums[0] - sums[1])
         normed.append(sums[1] - sums[0])
-    left = torch.cat(normed, 1)
+    left, sure = torch.cat(normed, 1), ~done.unsure[node]
+    if sure.sum() < 2 * left.shape[1]:
+        sure = torch.ones_like(sure)
     value = value.clone()
     for name in names:
         right = done.gradient[name] - torch.cat(own, 1).sum(1)
-        found, misfit = most(left, right)
+        found, misfit = most(left[sure], right[sure])
         if misfit < ANCHORED and (found > 0.5).all() and (found < 2).all():
             for part, amount in zip(done.sized, found.tolist(), strict=True):
                 value[part] /= amount
