@@ -58,6 +58,7 @@ ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the fi
 ROUNDING = 3e-5  # a residual below this is float32's
 GROUPED = 1e-2  # or, behind group norms, one wrong entry's
 NOTICED = 1e-4  # and what a row lacks is so below this share of it
+LEFT_OUT = 0.25  # share of rows that may be, or half while two equations per unknown stay
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
 AGAIN = 6  # times that a node is solved anew with entries put right
@@ -199,16 +200,12 @@ def _solved(
     forward = [] if trace.norms else [forward_equation(done, node, a) for a in telling(done, node)]
     if not every and not forward:
         return None
-    spoilt = {}
-    for rows in every:
-        above = trace.activation_above(rows.layer)
-        none = torch.zeros(rows.signal.shape[1], dtype=torch.bool)
-        spoilt[rows.layer] = _few(done.unsure.get(above, none) if above else none)
     counted = _counted(done, node, every)
     joined = None if done.suffices else joined_at(done, node, every, counted)
     direct = counted is not None and counted > (SPARE_FORWARD if forward or joined else SPARE)
-    if direct and trace.norms and (fewest := _fewest(done, node, every)) <= SPARE:
-        direct, counted = False, fewest
+    if direct and trace.norms:
+        counted = _fewest(done, node, every)
+        direct = counted > SPARE
     if trace.norms and not direct and not joined:
         if counted is None or not every:
             return None
@@ -221,6 +218,13 @@ def _solved(
             f"its gradients give {counted:.2f} equations for each of its unknowns, and no known "
             "activation looks at it alone"
         )
+    most = max(LEFT_OUT, min(0.5, 1 - 2 / counted)) if direct and counted else LEFT_OUT
+    spoilt = {}
+    for rows in every:
+        above = trace.activation_above(rows.layer)
+        none = torch.zeros(rows.signal.shape[1], dtype=torch.bool)
+        unsure = done.unsure.get(above, none) if above else none
+        spoilt[rows.layer] = unsure if float(unsure.double().mean()) < most else none
     systems = [System(done, node, rows) for rows in every] if direct else []
     for system, last in zip(systems, before, strict=False):
         system.begin(last)
@@ -245,7 +249,8 @@ def _solved(
             out = _stands_out(lack, good[layer])
             if residual < ROUNDING:  # a row of small signals can be wrong and hardly be seen in it
                 out &= _share(lack, done.observed(layer)) > NOTICED
-            spoilt[layer] = _few(spoilt[layer] | out)
+            more = spoilt[layer] | out
+            spoilt[layer] = more if float(more.double().mean()) < most else spoilt[layer]
         if sum(int(rows.sum()) for rows in spoilt.values()) == count:
             break
     negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
@@ -347,11 +352,6 @@ def _share(lack: Tensor, whole: Tensor) -> Tensor:
     """What each row lacks, as a share of it."""
     found: Tensor = lack.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1).clamp_min(1e-30)
     return found
-
-
-def _few(rows: Tensor) -> Tensor:
-    """These rows, or none if they are so many that leaving them out would leave too little."""
-    return rows if rows.double().mean() < 0.25 else torch.zeros_like(rows)
 
 
 def _correct(
