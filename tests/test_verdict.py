@@ -644,6 +644,31 @@ def test_the_next_steps_follow_from_what_was_tested() -> None:
     assert any("at least 32 more records must show it" in step for step in few)
 
 
+def test_who_is_exposed_is_told_which_attack_decodes() -> None:
+    layers = (LayerExposure("conv", 16, 512, 31, ""),)
+    shown = Exposure(8, 8, 1, True, 31, "conv", layers, "")
+    hidden = Exposure(32, 32, 1, False, 31, "conv", layers, "")
+
+    def told(result: Result, exposure: Exposure = shown) -> list[int]:
+        """At which places of the next steps it is said."""
+        steps = derived(replace(result, exposure=(exposure,)), ["twin"], None).verdict.next
+        return [i for i, step in enumerate(steps) if "separate-and-decode" in step]
+
+    below, unsure = audited(trial(9.0, 0.0, 0.1)), audited(trial(9.0, 0.0, 0.1, records=3))
+    assert (below.verdict.outcome, unsure.verdict.outcome) == ("below the limit", "inconclusive")
+    assert told(below) == [0]  # before all that reassures
+    assert told(unsure) == [1]
+    assert len(told(audited(trial(9.0, 0.0, 1.0)))) == 1  # labels leak, pictures do not
+    assert not told(audited(trial(30.0)))  # pictures leak as it is
+    assert not told(below, hidden)
+    assert not told(audited(trial(9.0, 0.0, 0.1, attack="separate-and-decode")))
+    for changed in (
+        replace(below, federation=replace(below.federation, shape=(8,))),
+        replace(below, plan=replace(below.plan, threat=ThreatModel(actor="eavesdropper"))),
+    ):
+        assert not told(changed)
+
+
 def test_the_worst_row_is_the_one_that_leaks_most() -> None:
     half = trial(18.0, attack="b")
     score = replace(half.score, scores=half.score.scores | {"psnr": (9.0,) * 10 + (18.0,) * 30})

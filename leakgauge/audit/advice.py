@@ -24,6 +24,7 @@ from leakgauge.audit.results import (
     Trial,
 )
 
+DECODES = "separate-and-decode"
 CAP = 50.0  # dB: from here on a reconstruction is the picture, and more decibels mean nothing
 
 
@@ -307,8 +308,8 @@ def next_steps(
     result: Result,
 ) -> list[str]:
     """What the reader should do, the most urgent first."""
-    steps = []
-    threat = result.plan.threat
+    steps: list[str] = []
+    threat, decode = result.plan.threat, _decode_step(kinds, result)
     if outcome == "leaks":
         leaks = [kind for kind, one in kinds.items() if one.leak.state == "leaks"]
         others = {"client": "another client", "eavesdropper": "an eavesdropper"}
@@ -333,6 +334,7 @@ def next_steps(
                 f"Do not take {names} for safe: no attack succeeded on the known-weak twin either. "
                 "Give the attacks more iterations, or name stronger ones."
             )
+        steps += decode
         if threat.actor == "eavesdropper":
             steps.append(
                 "Encrypt updates on their way, and let no client train on records of strangers: an "
@@ -350,8 +352,9 @@ def next_steps(
             "finished trials are kept."
         )
     elif outcome == "inconclusive":
-        steps.append(reason[1])
+        steps += [reason[1], *decode]
     else:
+        steps += decode
         steps.append(
             "Audit again when the model, the data, the batch size, the training or the attacked "
             "round changes: this verdict holds for what was audited."
@@ -382,6 +385,24 @@ def next_steps(
             "not ended, and would have got further."
         )
     return steps
+
+
+def _decode_step(kinds: Mapping[str, Decided], result: Result) -> list[str]:
+    """What to do where an update shows records exactly, and nobody tried to see them."""
+    ran = any(trial.attack == DECODES for trial in result.trials if trial.kind == "trial")
+    seen = "pictures" in kinds and kinds["pictures"].leak.state == "leaks"
+    if (
+        not any(one.exposed for one in result.exposure)
+        or result.plan.threat.actor != "server"
+        or len(result.federation.shape) != 3  # it decodes images
+        or ran
+        or seen
+    ):
+        return []
+    return [
+        f"Name the attack {DECODES} and audit again: an update here shows records exactly, and "
+        "that attack goes from there to pictures. It was not run here."
+    ]
 
 
 def _defence_steps(
