@@ -265,6 +265,7 @@ def test_rows_stay_left_out_where_too_many_more_stand_out(monkeypatch: pytest.Mo
     unsure = torch.arange(len(found.unsure)) < 0.4 * len(found.unsure)
     known = {own.source: found.maps.clone()}
     monkeypatch.setattr(_peeling, "_stands_out", lambda lack, good: torch.ones_like(good))
+    monkeypatch.setattr(_peeling, "_share", lambda lack, whole: torch.ones(len(lack)))
     solved = _solved(Peeled(trace, gradient, own, known, {own.source: unsure}), below)
     assert solved is not None
     assert solved[1] < 1e-5
