@@ -16,20 +16,24 @@ from observed_client import (
     any_affine,
     client,
     compared,
+    next_below,
     normal,
     peeled,
     resnet,
     right,
     seeded,
     separated,
+    within,
 )
 from torch import Tensor, nn
 
+from leakgauge.attacks import _peeling
 from leakgauge.attacks._alone import OwnNorm, means
 from leakgauge.attacks._channels import System
+from leakgauge.attacks._known import Peeled
 from leakgauge.attacks._path import Path
-from leakgauge.attacks._peeling import _hold
-from leakgauge.attacks._separation import Separated
+from leakgauge.attacks._peeling import _hold, _solved
+from leakgauge.attacks._separation import Separated, gradient_of
 from leakgauge.attacks._trace import Trace
 from leakgauge.attacks.exact_recursion import ExactRecursion
 from leakgauge.attacks.exposure import LayerExposure, exposure
@@ -109,6 +113,26 @@ def test_sizes_come_from_channels_with_sure_masks() -> None:
 
     told, not_told = off(unsure), off(torch.zeros_like(unsure))
     assert told < 1e-4 < 1e-3 < not_told
+
+
+def test_rows_stay_left_out_where_too_many_more_stand_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, found = one_step()
+    trace, gradient = one.trace(), dict(gradient_of(one.seen))
+    own = within(trace, found)
+    below, name = next_below(trace, own.source), "layer4.0.conv1.weight"
+    gradient[name] = gradient[name].clone()
+    gradient[name][7] += normal(*gradient[name][7].shape) * gradient[name].std()
+    unsure = torch.arange(len(found.unsure)) < 0.4 * len(found.unsure)
+    known = {own.source: found.maps.clone()}
+    monkeypatch.setattr(_peeling, "_stands_out", lambda lack, good: torch.ones_like(good))
+    monkeypatch.setattr(_peeling, "_share", lambda lack, whole: torch.ones(len(lack)))
+    solved = _solved(Peeled(trace, gradient, own, known, {own.source: unsure}), below)
+    assert solved is not None
+    assert solved[1] < 1e-5
+    none = torch.zeros_like(unsure)
+    solved = _solved(Peeled(trace, gradient, own, known, {own.source: none}), below)
+    assert solved is not None
+    assert solved[1] > 1e-3
 
 
 def test_a_wrong_mask_that_spoils_a_group_is_put_right(monkeypatch: pytest.MonkeyPatch) -> None:

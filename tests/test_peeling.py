@@ -26,7 +26,6 @@ from observed_client import (
 )
 from torch import Tensor, fx, nn
 
-from leakgauge.attacks import _peeling
 from leakgauge.attacks._channels import MIXED, Mixed
 from leakgauge.attacks._joined import joined_at
 from leakgauge.attacks._known import Peeled, signals_of
@@ -253,26 +252,6 @@ def test_a_row_that_no_mask_explains_keeps_its_masks() -> None:
     assert solved is not None
     assert solved[1] < 1e-5
     assert torch.equal(known[source] > 0, found.maps > 0)
-
-
-def test_rows_stay_left_out_where_too_many_more_stand_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, found = one_step()
-    trace, gradient = one.trace(), dict(gradient_of(one.seen))
-    own = within(trace, found)
-    below, name = next_below(trace, own.source), "layer4.0.conv1.weight"
-    gradient[name] = gradient[name].clone()
-    gradient[name][7] += normal(*gradient[name][7].shape) * gradient[name].std()
-    unsure = torch.arange(len(found.unsure)) < 0.4 * len(found.unsure)
-    known = {own.source: found.maps.clone()}
-    monkeypatch.setattr(_peeling, "_stands_out", lambda lack, good: torch.ones_like(good))
-    monkeypatch.setattr(_peeling, "_share", lambda lack, whole: torch.ones(len(lack)))
-    solved = _solved(Peeled(trace, gradient, own, known, {own.source: unsure}), below)
-    assert solved is not None
-    assert solved[1] < 1e-5
-    none = torch.zeros_like(unsure)
-    solved = _solved(Peeled(trace, gradient, own, known, {own.source: none}), below)
-    assert solved is not None
-    assert solved[1] > 1e-3
 
 
 def test_a_row_left_out_of_a_linear_layer_spoils_nothing() -> None:

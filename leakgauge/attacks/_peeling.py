@@ -58,7 +58,7 @@ ANCHORINGS = 2  # times that the size is set: the ε of batch norms bends the fi
 ROUNDING = 3e-5  # a residual below this is float32's
 GROUPED = 1e-2  # or, behind group norms, one wrong entry's
 NOTICED = 1e-4  # and what a row lacks is so below this share of it
-LEFT_OUT = 0.25  # share of rows that may be, or half while two equations per unknown stay
+LEFT_OUT = 0.25  # share of rows that may be; behind group norms half, if equations abound
 ROUNDS = 4  # times that rows which do not fit are left out; entries put right in one row
 EXPLAINED = 0.2  # share of what a row lacks that may stay: batch norm spreads a wrong entry so far
 AGAIN = 6  # times that a node is solved anew with entries put right
@@ -218,7 +218,8 @@ def _solved(
             f"its gradients give {counted:.2f} equations for each of its unknowns, and no known "
             "activation looks at it alone"
         )
-    most = max(LEFT_OUT, min(0.5, 1 - 2 / counted)) if direct and counted else LEFT_OUT
+    grouped = bool(trace.norms) and trace.alone
+    most = max(LEFT_OUT, min(0.5, 1 - 2 / counted)) if grouped and counted else LEFT_OUT
     spoilt = {}
     for rows in every:
         above = trace.activation_above(rows.layer)
@@ -231,7 +232,6 @@ def _solved(
     value = done.start.maps.new_zeros(len(done.start.maps), *trace.shape[node])
     residual = math.inf
     left: dict[fx.Node, Tensor] = {}
-    grouped = bool(trace.norms) and trace.alone
     for _ in range((2 if grouped and again else TRIES) if direct else ROUNDS):
         good = {layer: ~rows for layer, rows in spoilt.items()}
         if direct:
@@ -250,7 +250,10 @@ def _solved(
             if residual < ROUNDING:  # a row of small signals can be wrong and hardly be seen in it
                 out &= _share(lack, done.observed(layer)) > NOTICED
             more = spoilt[layer] | out
-            spoilt[layer] = more if float(more.double().mean()) < most else spoilt[layer]
+            if float(more.double().mean()) < most:
+                spoilt[layer] = more
+            elif not grouped:  # one wrong entry does not make so many stand out
+                spoilt[layer] = torch.zeros_like(more)
         if sum(int(rows.sum()) for rows in spoilt.values()) == count:
             break
     negative = float(-value.min() / value.max()) if trace.rectified(node) else 0.0
