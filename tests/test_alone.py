@@ -310,6 +310,25 @@ def test_a_skip_around_the_layer_tells_sizes_in_the_end(norm: Callable[[int], nn
         compared(done.start, value, one.truth(node.name))
 
 
+class Bent(Chain):
+    """With a sigmoid among its ReLUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bends = (torch.relu, torch.sigmoid, torch.relu, torch.relu)
+        for conv, norm, bend in zip(self.convs, self.norms, bends, strict=True):
+            x = bend(norm(conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_smooth_activation_below_ends_the_peeling_in_words() -> None:
+    one = client(any_affine(Bent()), 2, size=16)
+    found = separated(one)
+    right(one, found)
+    done = peeled(one, found, 3)
+    assert [node.name for node in done.known] == ["relu_1", "sigmoid"]
+    assert done.stopped.startswith("relu: ")
+
+
 def test_a_bias_before_a_norm_ends_the_peeling_in_words() -> None:
     """It tells records apart all the same, and their sizes."""
     with torch.random.fork_rng(devices=[]):

@@ -273,11 +273,11 @@ def _anchored(done: Peeled, node: fx.Node, value: Tensor) -> Tensor:
     """The value in the size, step by step or record by record, with which the signals below it add
     up to the gradient of the bias there. Norms pass signals on by the inverse of that size, skips
     by themselves.
-    It stays as it is where no bias tells. A max-pool sends each signal to one place, so that below
-    it their sum is that of its own signals, where it is not zero."""
+    It stays as it is where no bias tells, or no ReLU. A max-pool sends each signal to one place, so
+    that below it their sum is that of its own signals, where it is not zero."""
     trace, relu = done.trace, done.trace.unpooled(node)
     names = biases(trace, done.gradient, relu)
-    if not names or (relu is not node and len(relu.users) > 1):
+    if not names or not trace.rectified(node) or (relu is not node and len(relu.users) > 1):
         return value
     below = node if relu is not node else node.all_input_nodes[0]
     own, normed = [], []
